@@ -1,0 +1,106 @@
+// Ops: the steps of this model. One implementation per backend; forward.cpp calls them in order.
+// A step is what reference.py states in a function of the same name.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "state.h"
+#include "tensor.h"
+#include "weights.h"
+
+namespace lily {
+
+// A run of consecutive tokens of one sequence inside a batch.
+struct Segment {
+    State* state;
+    int row;           // its first row in the batch
+    int length;
+    int64_t position;  // of its first token in the sequence
+};
+
+// T rows: one segment when a prompt is taken in, one or several of length 1 when sequences are continued.
+struct Batch {
+    std::span<const int32_t> tokens;      // (T)
+    std::span<const Segment> segments;
+    int rows = 0;                         // T
+};
+
+// What flows between the steps. Allocated once for the largest T; each row belongs to one token.
+//      name        width of a row                  type   written by    holds
+#define LILY_ACTIVATIONS(X)                                                                                   \
+    X(x,            c.hidden,                       f32)  /* embed, *_out, moe_down: the residual stream */   \
+    X(qkv,          c.channels(),                   f32)  /* gdn_in: q, k, v before the convolution */        \
+    X(z,            c.value_heads * c.value_dim,    f32)  /* gdn_in: output gate */                           \
+    X(b,            c.value_heads,                  f32)  /* gdn_in: before the sigmoid that makes beta */    \
+    X(a,            c.value_heads,                  f32)  /* gdn_in: before the softplus of the decay */      \
+    X(qg,           c.heads * 2 * c.head_dim,       f32)  /* attn_in: per head Dh query, Dh gate */           \
+    X(k,            c.kv_heads * c.head_dim,        f32)  /* attn_in */                                       \
+    X(v,            c.kv_heads * c.head_dim,        f32)  /* attn_in */                                       \
+    X(y,            c.value_heads * c.value_dim > c.heads * c.head_dim ? c.value_heads * c.value_dim          \
+                        : c.heads * c.head_dim,     f32)  /* gdn_mix, attn_mix: the mixer's output */         \
+    X(h,            c.hidden,                       f32)  /* moe_route: the normed residual */                \
+    X(router,       c.experts,                      f32)  /* moe_route: router logits */                      \
+    X(shared_gate,  1,                              f32)  /* moe_route: logit of the shared expert's gate */  \
+    X(shared,       c.shared_width,                 f32)  /* moe_route: shared expert after SwiGLU */         \
+    X(expert,       c.experts_per_token,            i32)  /* moe_up: chosen experts, best first */            \
+    X(weight,       c.experts_per_token,            f32)  /* moe_up: their weights, which sum to 1 */         \
+    X(hidden,       c.experts_per_token * c.expert_width, f32)  /* moe_up: chosen experts after SwiGLU */
+
+struct Activations {
+#define LILY_FIELD(name, width, type) Tensor name;
+    LILY_ACTIVATIONS(LILY_FIELD)
+#undef LILY_FIELD
+};
+
+struct Sampling {
+    float temperature = 0;  // 0: the best token, ties to the lower id
+    int top_k = 0;          // 0: all
+    float top_p = 1;
+    uint64_t seed = 0;
+};
+
+struct Ops {
+    virtual ~Ops() = default;
+
+    virtual const Activations& activations() const = 0;
+    virtual std::string name() const = 0;            // the backend and the code path it chose, "cpu avx512"
+    virtual size_t scratch_bytes() const = 0;        // all it allocated besides weights and states
+
+    // Zero-filled memory for states, and copies of it.
+    virtual Memory allocate(size_t bytes) = 0;
+    virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+
+    // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
+    virtual void embed(const Linear& embedding, const Batch&) = 0;
+    virtual void gdn_in(const LayerWeights&, const Batch&) = 0;     // norm, projections
+    virtual void gdn_mix(const LayerWeights&, const Batch&) = 0;    // conv, gates, delta rule
+    virtual void gdn_out(const LayerWeights&, const Batch&) = 0;    // gated norm, out projection, residual
+    virtual void attn_in(const LayerWeights&, const Batch&) = 0;    // norm, q, gate, k, v
+    virtual void attn_mix(const LayerWeights&, const Batch&) = 0;   // q/k norm, RoPE, append, attention, gate
+    virtual void attn_out(const LayerWeights&, const Batch&) = 0;   // out projection, residual
+    virtual void moe_route(const LayerWeights&, const Batch&) = 0;  // norm, router, shared expert's gate and up
+    virtual void moe_up(const LayerWeights&, const Batch&) = 0;     // top-k, chosen experts' gate and up
+    virtual void moe_down(const LayerWeights&, const Batch&) = 0;   // down, weighted sum, shared expert, residual
+
+    // Final norm and head of rows [row, row + rows) into logits (rows, V) f32.
+    virtual void head(const Weights&, int row, int rows, float* logits) = 0;
+    // Draws the token at a position from logits (V) f32.
+    virtual int32_t sample(const float* logits, int vocab, const Sampling&, int64_t position) = 0;
+
+    // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
+    // delta: conv (C - 1, channels), S (Hv, Dv, Dk).
+    virtual void read_state(const LayerWeights&, const State&, float* first, float* second) const = 0;
+};
+
+struct OpsOptions {
+    int threads = 0;       // 0: one per core this process may use
+    int rows = 0;          // the largest T
+    DType kv = DType::bf16;
+    std::string simd;      // "", or the code path to force
+};
+
+std::unique_ptr<Ops> make_ops(const std::string& device, const Weights&, const OpsOptions&);
+
+}  // namespace lily

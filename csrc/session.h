@@ -1,0 +1,48 @@
+// Session: a model loaded on a device, and the loops that drive it. Safe to call from any thread; one pass runs at a time.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "forward.h"
+
+namespace lily {
+
+// Called between chunks with (tokens done, tokens in all). An exception thrown from it stops the work.
+using Progress = std::function<void(int64_t done, int64_t total)>;
+
+class Session {
+  public:
+    Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv);
+
+    const Weights& weights() const { return *weights_; }
+    Ops& ops() { return *ops_; }
+
+    State new_state() const;
+
+    // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's logits.
+    // If it throws, the state is as it was after the last whole chunk.
+    void extend(State& state, std::span<const int32_t> tokens, const Progress& progress);
+
+    // Draws the token that follows the state's last token. Needs logits, so at least one token must have been taken in.
+    int32_t sample(State& state, const Sampling& sampling);
+
+    // extend() by one token, then sample(): a decode step.
+    int32_t step(State& state, int32_t token, const Sampling& sampling);
+
+    // Takes tokens in and writes every row's logits, (tokens, V) f32.
+    void logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress);
+
+  private:
+    void check(const State& state, std::span<const int32_t> tokens) const;
+
+    std::shared_ptr<const Weights> weights_;
+    std::unique_ptr<Ops> ops_;
+    StateLayout layout_;
+    int chunk_;
+    std::mutex mutex_;
+};
+
+}  // namespace lily

@@ -1,0 +1,59 @@
+// Tensor: a typed, shaped view of memory that somebody else owns.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+namespace lily {
+
+enum class DType : uint8_t { u32, i32, bf16, f16, f32 };
+
+constexpr size_t bytes_of(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4; }
+constexpr const char* name_of(DType dtype) {
+    constexpr const char* kNames[] = {"u32", "i32", "bf16", "f16", "f32"};
+    return kNames[static_cast<int>(dtype)];
+}
+
+// Row-major. A view of a weight points into a read-only mapping and must not be written.
+struct Tensor {
+    std::byte* data = nullptr;
+    DType dtype = DType::f32;
+    int rank = 0;
+    std::array<int64_t, 4> shape = {};
+
+    Tensor() = default;
+    Tensor(void* memory, DType type, std::initializer_list<int64_t> dimensions)
+        : data(static_cast<std::byte*>(memory)), dtype(type) {
+        for (int64_t n : dimensions) shape[static_cast<size_t>(rank++)] = n;
+    }
+
+    explicit operator bool() const { return data != nullptr; }
+    int64_t size() const {
+        int64_t n = 1;
+        for (int i = 0; i < rank; ++i) n *= shape[static_cast<size_t>(i)];
+        return n;
+    }
+    size_t bytes() const { return static_cast<size_t>(size()) * bytes_of(dtype); }
+    template <class T>
+    T* as() const { return reinterpret_cast<T*>(data); }
+};
+
+inline float to_float(uint16_t bf16) {
+    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Rounds to the nearest bfloat16, ties to even; a NaN stays a NaN.
+inline uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+}  // namespace lily
