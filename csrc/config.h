@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace lily {
@@ -12,6 +13,7 @@ namespace lily {
 struct Quantisation {
     int bits = 0;
     int group = 64;
+    bool operator==(const Quantisation&) const = default;
 };
 
 // Every dimension with the letter that comments and docs use for it. T is always the number of tokens in a pass.
@@ -39,6 +41,7 @@ struct Config {
     int expert_width = 0;       // F, hidden width of a routed expert
     int shared_width = 0;       // Fs, hidden width of the shared expert
 
+    bool tied = false;            // tie_word_embeddings: the head is the embedding
     std::vector<bool> attention;  // (L): true for a full-attention layer, false for Gated DeltaNet
 
     bool quantised = false;                        // config.json has a quantization section
@@ -49,6 +52,12 @@ struct Config {
     int attention_layers() const;
     int delta_layers() const { return layers - attention_layers(); }
 };
+
+// A name without what checkpoints put before it: "language_model.model.layers.3.mlp.gate" is "layers.3.mlp.gate".
+std::string module_path(std::string_view name);
+
+// Whether a name belongs to the vision tower or to multi-token prediction, which Lily does not run.
+bool is_skipped(std::string_view name);
 
 // Reads DIRECTORY/config.json. Throws ModelFilesError for anything missing, malformed or of another architecture.
 Config read_config(const std::string& directory);

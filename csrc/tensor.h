@@ -41,6 +41,15 @@ struct Tensor {
     T* as() const { return reinterpret_cast<T*>(data); }
 };
 
+// A value at any address. Weights are used where the file has them, and neither safetensors nor MLX aligns them:
+// three of the four files of Qwen3.6-35B-A3B begin their tensors at an odd byte.
+template <class T>
+T load(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
 inline float to_float(uint16_t bf16) {
     const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
     float value;

@@ -1,5 +1,6 @@
 // The checkpoint's weights, mapped into memory and bound to the model's layers.
-// Large matrices stay where the file has them; small vectors are widened to float32.
+// Large matrices stay where the file has them, at any byte address: read them with load<T>(). Small vectors are
+// widened to float32 and aligned.
 #pragma once
 
 #include <memory>
@@ -77,13 +78,14 @@ struct Weights {
     size_t tensors = 0;        // how many tensors were bound
     size_t skipped = 0;        // vision and multi-token-prediction tensors, not read
     std::vector<std::string> warnings;  // stale index and the like: for the caller to log
-    std::string fingerprint;   // of config and tensor table; equal for equal checkpoints
+    std::string fingerprint;   // of config, tensor table and samples; equal for equal checkpoints, however sharded
 
     std::vector<std::shared_ptr<MappedFile>> files;
     std::vector<std::unique_ptr<float[]>> widened;  // the float32 copies of small vectors
 };
 
-// Checks every file before reading any weight. Throws ModelFilesError.
+// Checks every file before reading any weight, and then reads the small vectors and a line of each matrix only.
+// Throws ModelFilesError.
 std::shared_ptr<const Weights> load_weights(const std::string& directory);
 
 }  // namespace lily
