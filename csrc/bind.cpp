@@ -1,14 +1,21 @@
-// The Python module lily._core. The only file that knows nanobind.
+// The Python module lily._core: the only file that knows Python. It checks types and shapes, drops the GIL, and calls.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <filesystem>
 #include <memory>
 
 #include "error.h"
+#include "options.h"
+#include "session.h"
 #include "weights.h"
 
 namespace nb = nanobind;
@@ -170,10 +177,225 @@ void bind_weights(nb::module_& m) {
         .def("tensor_bytes", &tensor_bytes, "name"_a, "A copy of one bound tensor's bytes.");
 }
 
+using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatArray = nb::ndarray<nb::numpy, float>;
+
+std::span<const int32_t> span_of(const Tokens& tokens) { return {tokens.data(), tokens.shape(0)}; }
+
+// A NumPy array that owns its memory.
+FloatArray new_array(std::initializer_list<size_t> shape) {
+    size_t size = 1;
+    for (size_t n : shape) size *= n;
+    auto data = std::make_unique<float[]>(size);
+    float* pointer = data.release();
+    return FloatArray(pointer, shape, nb::capsule(pointer, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
+}
+
+// Progress into Python: takes the GIL back, and lets Ctrl-C through even when nobody listens.
+Progress progress_of(const nb::object& callback) {
+    return [&callback](int64_t done, int64_t total) {
+        nb::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (!callback.is_none()) callback(done, total);
+    };
+}
+
+Sampling sampling_of(double temperature, int top_k, double top_p, uint64_t seed) {
+    return {static_cast<float>(temperature), top_k, static_cast<float>(top_p), seed};
+}
+
+// What Python holds as a Session: the core's, with the options it was made with.
+struct PySession {
+    Options options;
+    std::shared_ptr<const Weights> weights;
+    std::unique_ptr<Session> session;
+
+    PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
+        : options(options_from_environment()), weights(checkpoint.weights) {
+        for (const auto& [name, value] : given) options.set(name, value);
+        options.check();
+        const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+        const int chunk = static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
+        nb::gil_scoped_release no_gil;
+        session = std::make_unique<Session>(
+            weights, make_ops(options.device, *weights, {options.threads, chunk, kv, options.simd}), chunk, kv);
+    }
+
+    const LayerWeights& layer(int index) const {
+        if (index < 0 || index >= weights->config.layers)
+            throw nb::index_error(format("layer: wanted 0 to %d, got %d", weights->config.layers - 1, index).c_str());
+        return weights->layers[static_cast<size_t>(index)];
+    }
+};
+
+nb::tuple layer_state(PySession& s, const State& state, int index) {
+    const Config& c = s.weights->config;
+    const LayerWeights& layer = s.layer(index);
+    const auto n = [](auto value) { return static_cast<size_t>(value); };
+    FloatArray first, second;
+    if (layer.attention) {
+        first = new_array({n(c.kv_heads), n(state.length()), n(c.head_dim)});
+        second = new_array({n(c.kv_heads), n(state.length()), n(c.head_dim)});
+    } else {
+        first = new_array({n(c.conv_taps - 1), n(c.channels())});
+        second = new_array({n(c.value_heads), n(c.value_dim), n(c.key_dim)});
+    }
+    s.session->ops().read_state(layer, state, first.data(), second.data());
+    return nb::make_tuple(first, second);
+}
+
+// ---- One step at a time, for tests and benchmarks
+
+struct NamedActivation {
+    const char* name;
+    Tensor tensor;
+};
+
+std::vector<NamedActivation> activations_of(PySession& s) {
+    const Activations& a = s.session->ops().activations();
+    return {
+#define LILY_FIELD(name, width, type) {#name, a.name},
+        LILY_ACTIVATIONS(LILY_FIELD)
+#undef LILY_FIELD
+    };
+}
+
+Tensor activation(PySession& s, const std::string& name) {
+    for (const NamedActivation& a : activations_of(s))
+        if (name == a.name) return a.tensor;
+    throw std::invalid_argument("no activation '" + name + "'");
+}
+
+void set_activation(PySession& s, const std::string& name, const nb::ndarray<const float, nb::ndim<2>, nb::c_contig>& rows) {
+    const Tensor t = activation(s, name);
+    if (static_cast<int64_t>(rows.shape(0)) > t.shape[0] || static_cast<int64_t>(rows.shape(1)) != t.shape[1])
+        throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu", name.c_str(),
+                                           static_cast<long long>(t.shape[0]), static_cast<long long>(t.shape[1]),
+                                           rows.shape(0), rows.shape(1)));
+    if (t.dtype == DType::f32) {
+        std::copy_n(rows.data(), rows.size(), t.as<float>());
+    } else {
+        std::transform(rows.data(), rows.data() + rows.size(), t.as<int32_t>(), [](float v) { return static_cast<int32_t>(v); });
+    }
+}
+
+FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
+    const Tensor t = activation(s, name);
+    if (static_cast<int64_t>(rows) > t.shape[0]) throw std::invalid_argument("rows: more than the activation holds");
+    FloatArray out = new_array({rows, static_cast<size_t>(t.shape[1])});
+    for (size_t i = 0; i < out.size(); ++i)
+        out.data()[i] = t.dtype == DType::f32 ? t.as<float>()[i] : static_cast<float>(t.as<int32_t>()[i]);
+    return out;
+}
+
+void run_op(PySession& s, const std::string& name, int index, const std::vector<std::pair<State*, Tokens>>& parts) {
+    std::vector<int32_t> tokens;
+    std::vector<Segment> segments;
+    Ops& ops = s.session->ops();
+    for (const auto& [state, ids] : parts) {
+        const auto span = span_of(ids);
+        state->prepare(static_cast<int64_t>(span.size()), ops);
+        segments.push_back({state, static_cast<int>(tokens.size()), static_cast<int>(span.size()), state->length()});
+        tokens.insert(tokens.end(), span.begin(), span.end());
+    }
+    const Batch batch{tokens, segments, static_cast<int>(tokens.size())};
+    if (batch.rows > ops.activations().x.shape[0]) throw std::invalid_argument("tokens: more than a pass holds");
+    if (name == "forward") return forward(*s.weights, ops, batch);
+    if (name == "embed") return ops.embed(s.weights->embedding, batch);
+    using Step = void (Ops::*)(const LayerWeights&, const Batch&);
+    static const std::map<std::string, Step> kSteps = {
+        {"gdn_in", &Ops::gdn_in},       {"gdn_mix", &Ops::gdn_mix},   {"gdn_out", &Ops::gdn_out},
+        {"attn_in", &Ops::attn_in},     {"attn_mix", &Ops::attn_mix}, {"attn_out", &Ops::attn_out},
+        {"moe_route", &Ops::moe_route}, {"moe_up", &Ops::moe_up},     {"moe_down", &Ops::moe_down},
+    };
+    const auto step = kSteps.find(name);
+    if (step == kSteps.end()) throw std::invalid_argument("no op '" + name + "'");
+    (ops.*step->second)(s.layer(index), batch);
+}
+
+void bind_session(nb::module_& m) {
+    nb::class_<State>(m, "State", "Everything one sequence leaves behind after its tokens.")
+        .def_prop_ro("length", &State::length, "Tokens taken in so far.")
+        .def_prop_ro("bytes", &State::bytes, "Bytes of memory this state refers to, shared with forks or not.")
+        .def_prop_ro("has_logits", &State::has_logits, "Whether the logits of the last token are at hand.");
+
+    nb::class_<PySession>(m, "Session", "A checkpoint on a device, and the loops that drive it.")
+        .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a, "options"_a)
+        .def_prop_ro("device", [](PySession& s) { return s.session->ops().name(); }, "The backend and its code path.")
+        .def_prop_ro("threads", [](PySession& s) { return s.session->ops().threads(); })
+        .def_prop_ro("scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
+                     "Bytes allocated besides weights and states; fixed when the session is made.")
+        .def_prop_ro("options", [](PySession& s) { return s.options.values(); })
+        .def("new_state", [](PySession& s) { return s.session->new_state(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("fork", [](PySession& s, const State& state) { return s.session->fork(state); }, "state"_a,
+             nb::call_guard<nb::gil_scoped_release>(), "A copy that shares memory until one of the two is extended.")
+        .def("extend",
+             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+                 const Progress report = progress_of(progress);
+                 nb::gil_scoped_release no_gil;
+                 s.session->extend(state, span_of(tokens), report);
+             },
+             "state"_a, "tokens"_a, "progress"_a = nb::none(), "Take tokens in; the state then holds the last one's logits.",
+             nb::sig("def extend(self, state: State, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,))], "
+                     "progress: Callable[[int, int], None] | None = None) -> None"))
+        .def("sample",
+             [](PySession& s, State& state, double temperature, int top_k, double top_p, uint64_t seed) {
+                 nb::gil_scoped_release no_gil;
+                 return s.session->sample(state, sampling_of(temperature, top_k, top_p, seed));
+             },
+             "state"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Draw the token that follows.")
+        .def("step",
+             [](PySession& s, State& state, int32_t token, double temperature, int top_k, double top_p, uint64_t seed) {
+                 nb::gil_scoped_release no_gil;
+                 return s.session->step(state, token, sampling_of(temperature, top_k, top_p, seed));
+             },
+             "state"_a, "token"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Take a token in and draw the next.")
+        .def("logits",
+             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+                 const Progress report = progress_of(progress);
+                 FloatArray out = new_array({tokens.shape(0), static_cast<size_t>(s.weights->config.vocab)});
+                 nb::gil_scoped_release no_gil;
+                 s.session->logits(state, span_of(tokens), out.data(), report);
+                 return out;
+             },
+             "state"_a, "tokens"_a, "progress"_a = nb::none(), "Take tokens in; returns (T, V) float32, every row's logits.",
+             nb::sig("def logits(self, state: State, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,))], "
+                     "progress: Callable[[int, int], None] | None = None) -> NDArray[numpy.float32]"))
+        .def("last_logits",
+             [](PySession& s, const State& state) {
+                 if (!state.has_logits()) throw std::invalid_argument("the state holds no token's logits");
+                 const auto vocab = static_cast<size_t>(s.weights->config.vocab);
+                 FloatArray out = new_array({vocab});
+                 std::copy_n(state.logits(), vocab, out.data());
+                 return out;
+             },
+             "state"_a, "The last token's logits, (V,) float32.")
+        .def("layer_state", &layer_state, "state"_a, "layer"_a,
+             "A layer's state in float32: keys and values (G, T, Dh), or conv (C - 1, channels) and S (Hv, Dv, Dk).")
+        .def("_sample_from",
+             [](PySession& s, const nb::ndarray<const float, nb::ndim<1>, nb::c_contig>& logits, double temperature, int top_k,
+                double top_p, uint64_t seed, int64_t position) {
+                 return s.session->ops().sample(logits.data(), static_cast<int>(logits.shape(0)),
+                                                sampling_of(temperature, top_k, top_p, seed), position);
+             },
+             "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "position"_a)
+        .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a, "Run one op over [(state, tokens), ...], for tests.")
+        .def("_advance", [](PySession&, State& state, int64_t tokens) { state.advance(tokens); }, "state"_a, "tokens"_a)
+        .def("_set", &set_activation, "name"_a, "rows"_a)
+        .def("_get", &get_activation, "name"_a, "rows"_a);
+
+    m.def("option_list", [] {
+        std::vector<std::tuple<std::string, std::string, std::string, std::string>> list;
+        for (const OptionInfo& o : option_list()) list.emplace_back(o.name, o.type, o.standard, o.text);
+        return list;
+    }, "Every option: name, type, default, what it does.");
+}
+
 }  // namespace
 }  // namespace lily
 
 NB_MODULE(_core, m) {
     nb::register_exception_translator(lily::translate, nullptr);
     lily::bind_weights(m);
+    lily::bind_session(m);
 }

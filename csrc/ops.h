@@ -25,6 +25,12 @@ struct Batch {
     std::span<const int32_t> tokens;      // (T)
     std::span<const Segment> segments;
     int rows = 0;                         // T
+
+    const Segment& segment_of(int64_t row) const {
+        size_t i = 0;
+        while (row >= segments[i].row + segments[i].length) ++i;
+        return segments[i];
+    }
 };
 
 // What flows between the steps. Allocated once for the largest T; each row belongs to one token.
@@ -66,6 +72,7 @@ struct Ops {
 
     virtual const Activations& activations() const = 0;
     virtual std::string name() const = 0;            // the backend and the code path it chose, "cpu avx512"
+    virtual int threads() const = 0;
     virtual size_t scratch_bytes() const = 0;        // all it allocated besides weights and states
 
     // Zero-filled memory for states, and copies of it.

@@ -1,6 +1,7 @@
 // Options: how a model is run, never what it computes. Declared once; Python, the environment and the docs read this list.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct Options {
 
     // Sets one option from its text. Throws std::invalid_argument that names the nearest option or the values allowed.
     void set(const std::string& name, const std::string& value);
+    std::map<std::string, std::string> values() const;
     void check() const;  // throws std::invalid_argument for a value out of range
 };
 

@@ -21,6 +21,7 @@ class Session {
     Ops& ops() { return *ops_; }
 
     State new_state() const;
+    State fork(const State& state);  // state.fork() that waits for a pass in progress
 
     // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's logits.
     // If it throws, the state is as it was after the last whole chunk.
@@ -37,6 +38,8 @@ class Session {
 
   private:
     void check(const State& state, std::span<const int32_t> tokens) const;
+    template <class AfterChunk>
+    void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after);
 
     std::shared_ptr<const Weights> weights_;
     std::unique_ptr<Ops> ops_;

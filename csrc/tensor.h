@@ -50,7 +50,8 @@ T load(const void* from) {
     return value;
 }
 
-inline float to_float(uint16_t bf16) {
+// Widens a bfloat16: exact.
+inline float from_bf16(uint16_t bf16) {
     const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
     float value;
     std::memcpy(&value, &bits, 4);
@@ -63,6 +64,32 @@ inline uint16_t to_bf16(float value) {
     std::memcpy(&bits, &value, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Widens an IEEE half: exact.
+inline float from_half(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    const uint32_t magnitude = half & 0x7fffu;
+    uint32_t bits;
+    float value;
+    if (magnitude >= 0x7c00u) {
+        bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
+    } else if (magnitude >= 0x400u) {
+        bits = sign | ((magnitude << 13) + (112u << 23));
+    } else {  // subnormal: magnitude * 2^-24
+        value = static_cast<float>(magnitude) * 5.9604644775390625e-8f;
+        std::memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Element i of an array of bf16, f16 or f32 at any address.
+inline float float_at(const std::byte* data, DType type, size_t i) {
+    data += i * bytes_of(type);
+    if (type == DType::f32) return load<float>(data);
+    return type == DType::bf16 ? from_bf16(load<uint16_t>(data)) : from_half(load<uint16_t>(data));
 }
 
 }  // namespace lily

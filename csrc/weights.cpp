@@ -53,24 +53,6 @@ std::optional<DType> float_type(const std::string& type) {
     return std::nullopt;
 }
 
-float half_to_float(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31u, fraction = half & 0x3FFu;
-    if (exponent == 0) {
-        const float value = static_cast<float>(fraction) * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    return std::bit_cast<float>(sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) |
-                                fraction << 13);
-}
-
-// Element i of a tensor in a file, where nothing is aligned.
-float element(const StoredTensor& tensor, DType type, size_t i) {
-    const std::byte* at = tensor.bytes.data() + i * bytes_of(type);
-    if (type == DType::f32) return load<float>(at);
-    const uint16_t bits = load<uint16_t>(at);
-    return type == DType::bf16 ? to_float(bits) : half_to_float(bits);
-}
-
 // FNV-1a, 64 bits: tells checkpoints apart, guards against nobody.
 class Hash {
   public:
@@ -310,7 +292,7 @@ void Binder::finish() {
     for (const Widening& w : widenings_) {
         const size_t count = w.from->bytes.size() / bytes_of(w.type);
         for (size_t i = 0; i < count; ++i) {
-            w.to[i] = element(*w.from, w.type, i);
+            w.to[i] = float_at(w.from->bytes.data(), w.type, i);
             if (!std::isfinite(w.to[i])) {
                 fail(w.from->file->path(), "tensor " + in_quotes(w.from->name) +
                                                ": wanted finite values, got " + std::to_string(w.to[i]) +

@@ -1,0 +1,45 @@
+// make_ops: the one place that knows which backends there are.
+#include "cpu/backend.h"
+#include "error.h"
+
+namespace lily {
+
+namespace {
+
+struct CodePath {
+    const Kernels* kernels;
+    bool present;
+};
+
+// The best first.
+std::vector<CodePath> code_paths() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return {{&kKernelsAvx512, avx512}, {&kKernelsAvx2, avx2}, {&kKernelsPlain, true}};
+#else
+    return {{&kKernelsPlain, true}};
+#endif
+}
+
+const Kernels& choose(const std::string& simd) {
+    std::string present;
+    for (const CodePath& path : code_paths()) {
+        if (!path.present) continue;
+        if (simd == "auto" || simd == path.kernels->name) return *path.kernels;
+        present += (present.empty() ? "" : ", ") + std::string(path.kernels->name);
+    }
+    throw DeviceError("option simd: this CPU cannot run '" + simd + "'; it can run " + present);
+}
+
+}  // namespace
+
+std::unique_ptr<Ops> make_ops(const std::string& device, const Weights& weights, const OpsOptions& options) {
+    LILY_CHECK(std::invalid_argument, device == "auto" || device == "cpu", "device: wanted auto or cpu, got '%s'",
+               device.c_str());
+    return std::make_unique<CpuOps>(weights, options, choose(options.simd));
+}
+
+}  // namespace lily

@@ -1,0 +1,153 @@
+// CpuOps: the steps of the model on the CPU. It splits each step into tasks for the pool and calls the kernels of the
+// code path chosen for this machine. Float32 throughout, except keys and values.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/threads.h"
+#include "ops.h"
+
+namespace lily {
+
+// Rows of one step's input in the order that the kernels of one bit width read them.
+struct Arranged {
+    const float* data = nullptr;  // row r at data + r * stride
+    int64_t stride = 0;
+};
+
+// One step's input, arranged for every bit width that its matrices have.
+struct Inputs {
+    Arranged by_bits[3];  // 0, 4, 8
+    const Arranged& of(const Linear& w) const { return by_bits[w.bits / 4]; }
+};
+
+constexpr int kMaxTaps = 16;      // of the convolution
+constexpr int kBlockRows = 8;     // query rows that share a pass over a page of keys and values
+constexpr int kSpanPages = 8;     // pages that one task of split attention takes
+constexpr int kSpanTokens = kSpanPages * kPageTokens;
+constexpr int kSplitRows = 8;     // rows up to which attention is split over spans
+constexpr int kPanel = 32;        // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
+constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
+
+// y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride + n.
+struct Product {
+    const Linear* w = nullptr;
+    const Linear* up = nullptr;
+    Arranged x = {};
+    Arranged up_x = {};
+    float* out = nullptr;
+    int64_t stride = 0;
+    bool add = false;  // to what is there
+};
+
+class CpuOps final : public Ops {
+  public:
+    CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels);
+
+    const Activations& activations() const override { return a_; }
+    std::string name() const override { return std::string("cpu ") + kernels_.name; }
+    int threads() const override { return threads_.count(); }
+    size_t scratch_bytes() const override { return scratch_bytes_; }
+
+    Memory allocate(size_t bytes) override;
+    void copy(std::byte* to, const std::byte* from, size_t bytes) override;
+
+    void embed(const Linear&, const Batch&) override;
+    void gdn_in(const LayerWeights&, const Batch&) override;
+    void gdn_mix(const LayerWeights&, const Batch&) override;
+    void gdn_out(const LayerWeights&, const Batch&) override;
+    void attn_in(const LayerWeights&, const Batch&) override;
+    void attn_mix(const LayerWeights&, const Batch&) override;
+    void attn_out(const LayerWeights&, const Batch&) override;
+    void moe_route(const LayerWeights&, const Batch&) override;
+    void moe_up(const LayerWeights&, const Batch&) override;
+    void moe_down(const LayerWeights&, const Batch&) override;
+    void head(const Weights&, int row, int rows, float* logits) override;
+    int32_t sample(const float* logits, int vocab, const Sampling&, int64_t position) override;
+    void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
+
+  private:
+    float* scratch(int64_t floats);
+    void allocate_scratch();
+    void size_arranged(const Weights&);
+
+    float* row(const Tensor& activation, int64_t r) const { return activation.as<float>() + r * activation.shape[1]; }
+    const float* norm(const float* x, const Tensor& weight, float* y) const {
+        kernels_.rms_norm(x, weight.as<float>(), weight.shape[0], static_cast<float>(c_.norm_epsilon), y);
+        return y;
+    }
+    // A row of the residual stream, normed for the projections of a step.
+    const float* normed(int64_t r, const Tensor& weight) const { return norm(row(a_.x, r), weight, normed_ + r * c_.hidden); }
+
+    // Rows that `fill(r, thread)` returns, arranged for each of the matrices, `offset` floats into the buffers.
+    template <class Fill>
+    Inputs prepare(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices, const Fill& fill,
+                   int64_t offset = 0) {
+        const int64_t stride = arranged_floats(columns);
+        Inputs inputs;
+        for (const Linear* w : matrices) inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride};
+        threads_.run(rows, [&](int64_t r, int thread) {
+            const float* x = fill(r, thread);
+            for (int i = 0; i < 3; ++i)
+                if (inputs.by_bits[i].data) kernels_.arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);
+        });
+        return inputs;
+    }
+    Product product(const Linear& w, const Inputs& x, const Tensor& out, bool add = false) const {
+        return {.w = &w, .x = x.of(w), .out = out.as<float>(), .stride = out.shape[1], .add = add};
+    }
+    void multiply(std::initializer_list<Product> products, int rows);
+    void product_tile(const Product& product, int64_t first, int64_t outputs, int rows);
+    int64_t outputs_of_task(int64_t outputs) const;
+
+    void convolve(const LayerWeights&, const Segment&, int t);
+    void gates(const LayerWeights&, int64_t r);
+    void keep_conv_state(const LayerWeights&, const Segment&);
+
+    void rotate(float* head, int64_t position) const;
+    void place_row(const LayerWeights&, const Segment&, int t, float* key);
+    void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores, float* out);
+    void attend_rows(const LayerWeights&, const Batch&);
+    void attend_spans(const LayerWeights&, const Batch&, int64_t spans);
+    void finish_row(int64_t r, int kv_head, const float* result);
+
+    void choose_experts(int64_t r);
+    void sort_by_expert(int rows);
+    void expert_up(const MoeWeights&, const Inputs&, int expert, int64_t first, int64_t outputs);
+    void expert_down(const MoeWeights&, const Inputs&, int expert, int64_t first, int64_t outputs);
+    void shared_down(const MoeWeights&, const Inputs&, int rows, int64_t first, int64_t outputs);
+
+    const Config c_;
+    const Kernels& kernels_;
+    Threads threads_;
+    const int rows_;  // the largest T
+    const DType kv_;
+
+    Activations a_;
+    std::vector<Memory> owned_;
+    size_t scratch_bytes_ = 0;
+
+    std::array<float*, 3> arranged_ = {};  // by bit width: 0, 4, 8
+    float* normed_ = nullptr;       // (T, D)
+    float* mixed_ = nullptr;        // (T, channels) after the convolution: q, k normalised
+    float* decay_ = nullptr;        // (T, Hv)
+    float* beta_ = nullptr;         // (T, Hv)
+    float* key_query_ = nullptr;    // (T, Hk)
+    float* query_ = nullptr;        // (T, H, Dh) normalised, rotated, scaled
+    float* partial_ = nullptr;      // (kSplitRows, H, spans of the longest context, Dh + 2)
+    float* thread_ = nullptr;       // (threads): scores (H / G, 256), then two (kBlockRows, H / G, Dh + 2)
+    int64_t thread_floats_ = 0;
+    std::vector<const float*> conv_;  // by delta layer: (C, channels), taps first
+    std::vector<double> frequency_; // (R / 2)
+    int32_t* sorted_ = nullptr;     // (T K) slots t K + k, by expert
+    std::vector<int32_t> first_of_; // (E + 1) into sorted_
+    std::vector<int32_t> active_;   // experts with at least one row
+    std::vector<int32_t> candidates_;  // (V) for sample
+};
+
+// The token a sampling setting picks from logits (V); candidates has room for V ids.
+int32_t sample_token(const float* logits, int vocab, const Sampling&, int64_t position, std::vector<int32_t>& candidates);
+
+}  // namespace lily

@@ -1,0 +1,94 @@
+// The CPU's inner loops, as a table of functions: one table a code path, all compiled from kernels_impl.h.
+// Results of a row never depend on how many rows or outputs a call covers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tensor.h"
+#include "weights.h"
+
+namespace lily {
+
+// Floats that `arrange` writes for a row of `columns` inputs: the row in the order of the weight's words, then the sums
+// of its groups of 64 (which multiply the biases), each padded to the widest registers.
+constexpr int64_t arranged_floats(int64_t columns) {
+    return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
+}
+
+// How a product leaves the kernel: stored, or scaled and added to what is there.
+struct Output {
+    float* const* row = nullptr;   // (M) pointers to where output `first` of each row goes
+    const float* scale = nullptr;  // (M), or null to store
+};
+
+// The query heads that share a key/value head.
+struct AttentionHeads {
+    int heads = 0;
+    int head_dim = 0;  // Dh
+    DType kv = DType::bf16;
+};
+
+// A head's share of the delta rule over T tokens.
+struct DeltaSpan {
+    const float* q = nullptr;      // token t at q + t * stride, (Dk); normalised and scaled
+    const float* k = nullptr;
+    const float* v = nullptr;      // (Dv)
+    const float* decay = nullptr;  // token t at decay + t * gate_stride
+    const float* beta = nullptr;
+    const float* kq = nullptr;     // k . q of each token, at kq + t * kq_stride
+    float* y = nullptr;            // token t at y + t * y_stride, (Dv)
+    float* S = nullptr;            // (Dk, Dv): values are lanes
+    int64_t stride = 0, gate_stride = 0, kq_stride = 0, y_stride = 0;
+    int tokens = 0, key_dim = 0, value_dim = 0;
+};
+
+struct Kernels {
+    const char* name;
+
+    // Reorders a row of inputs for a weight stored in `bits`, and sums its groups.
+    void (*arrange)(const float* x, int64_t columns, int bits, float* out);
+
+    // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x.
+    void (*product)(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M, Output out);
+
+    // y = x / rms(x) * weight, over n values.
+    void (*rms_norm)(const float* x, const float* weight, int64_t n, float epsilon, float* y);
+
+    // out = silu(gate) * up, over n values; out may be either input.
+    void (*swiglu)(const float* gate, const float* up, int64_t n, float* out);
+
+    // y = y * sigmoid(gate), over n values.
+    void (*sigmoid_gate)(float* y, const float* gate, int64_t n);
+
+    // out = silu(sum over taps of rows[j][i] * weight[j][i]), over n channels.
+    void (*conv)(const float* const* rows, const float* const* weight, int taps, int64_t n, float* out);
+
+    // x = x / sqrt(sum(x^2) + 1e-6) * scale, over n values.
+    void (*l2_norm)(float* x, int64_t n, float scale);
+
+    float (*dot)(const float* a, const float* b, int64_t n);
+
+    // The gated delta rule, token after token, for value lanes [first, first + 16).
+    void (*delta)(const DeltaSpan& span, int first, int lanes);
+
+    // Takes the first `count` positions of a page into the attention of (heads, Dh) queries, already scaled.
+    // out holds, per head, [maximum, sum, Dh unnormalised values] and starts as [-inf, 0, 0 ...].
+    // scores has room for (heads, 256).  keys: (Dh, 256), keys are lanes.  values: (256, Dh).
+    void (*attend)(const AttentionHeads&, const void* keys, const void* values, int64_t count, const float* query,
+                   float* scores, float* out);
+
+    // Folds what was attended elsewhere into `into`.
+    void (*merge)(float* into, const float* from, int heads, int head_dim);
+
+    // Writes a token's key and value into a page's planes of one head.
+    void (*append)(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys, void* values);
+};
+
+extern const Kernels kKernelsPlain;
+#if defined(__x86_64__)
+extern const Kernels kKernelsAvx2;
+extern const Kernels kKernelsAvx512;
+#endif
+
+}  // namespace lily

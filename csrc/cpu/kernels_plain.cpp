@@ -1,0 +1,8 @@
+// The kernels compiled for the least this architecture has (SSE2, NEON).
+#include "cpu/kernels_impl.h"
+
+namespace lily {
+
+const Kernels kKernelsPlain = LILY_KERNEL_TABLE("plain");
+
+}  // namespace lily

@@ -1,0 +1,223 @@
+// CpuOps: its memory, the products that every step is made of, and the steps at the two ends of the model.
+#include "cpu/backend.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+
+#include "error.h"
+
+namespace lily {
+
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+
+Memory map_memory(size_t bytes) {
+    if (bytes < kHugePage) {
+        const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
+        auto* p = static_cast<std::byte*>(std::aligned_alloc(64, whole));
+        if (!p) throw std::bad_alloc();
+        std::memset(p, 0, whole);
+        return Memory(p, std::free);
+    }
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+#if defined(__linux__)
+    madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
+}
+
+template <class Function>
+void for_each_linear(const Weights& weights, const Function& function) {
+    for (const LayerWeights& layer : weights.layers) {
+        const GdnWeights& g = layer.gdn;
+        const AttentionWeights& a = layer.attn;
+        const MoeWeights& m = layer.moe;
+        if (layer.attention) {
+            for (const Linear* w : {&a.q, &a.k, &a.v, &a.out}) function(*w);
+        } else {
+            for (const Linear* w : {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out}) function(*w);
+        }
+        for (const Linear* w : {&m.router, &m.gate, &m.up, &m.shared_gate, &m.shared_up, &m.shared_expert_gate}) function(*w);
+    }
+    function(weights.head);
+}
+
+}  // namespace
+
+CpuOps::CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels)
+    : c_(weights.config), kernels_(kernels), threads_(options.threads), rows_(options.rows), kv_(options.kv) {
+    LILY_CHECK(ModelFilesError, c_.conv_taps <= kMaxTaps, "linear_conv_kernel_dim: wanted at most %d, got %d", kMaxTaps,
+               c_.conv_taps);
+    allocate_scratch();
+    size_arranged(weights);
+    for (int i = 0; i < c_.rotary_dim / 2; ++i) frequency_.push_back(std::pow(c_.rope_theta, -2.0 * i / c_.rotary_dim));
+    for (const LayerWeights& layer : weights.layers) {
+        if (layer.attention) continue;
+        float* taps_first = scratch(static_cast<int64_t>(c_.conv_taps) * c_.channels());
+        for (int i = 0; i < c_.channels(); ++i)
+            for (int j = 0; j < c_.conv_taps; ++j)
+                taps_first[j * c_.channels() + i] = layer.gdn.conv.as<float>()[i * c_.conv_taps + j];
+        conv_.push_back(taps_first);
+    }
+    first_of_.resize(static_cast<size_t>(c_.experts) + 1);
+    active_.reserve(static_cast<size_t>(c_.experts));
+    candidates_.reserve(static_cast<size_t>(c_.vocab));
+}
+
+float* CpuOps::scratch(int64_t floats) {
+    const size_t bytes = static_cast<size_t>(floats) * sizeof(float);
+    owned_.push_back(map_memory(bytes));
+    scratch_bytes_ += bytes;
+    return reinterpret_cast<float*>(owned_.back().get());
+}
+
+void CpuOps::allocate_scratch() {
+    const Config& c = c_;
+    const int64_t T = rows_;
+    constexpr DType f32 = DType::f32, i32 = DType::i32;
+#define LILY_FIELD(name, width, type) a_.name = Tensor(scratch(T * (width)), type, {T, width});
+    LILY_ACTIVATIONS(LILY_FIELD)
+#undef LILY_FIELD
+    normed_ = scratch(T * std::max<int64_t>(c.hidden, a_.y.shape[1]));
+    mixed_ = scratch(T * c.channels());
+    decay_ = scratch(T * c.value_heads);
+    beta_ = scratch(T * c.value_heads);
+    key_query_ = scratch(T * c.key_heads);
+    query_ = scratch(T * c.heads * c.head_dim);
+    const int64_t spans = (c.max_positions + kSpanTokens - 1) / kSpanTokens;
+    partial_ = scratch(kSplitRows * c.heads * spans * (c.head_dim + 2));
+    const int64_t group = c.heads / c.kv_heads;
+    thread_floats_ = group * kPageTokens + 2 * kBlockRows * group * (c.head_dim + 2);
+    thread_ = scratch(threads_.count() * thread_floats_);
+    sorted_ = reinterpret_cast<int32_t*>(scratch(T * c.experts_per_token));
+}
+
+// Each bit width has one buffer, large enough for every step. moe_down keeps routed and shared rows side by side.
+void CpuOps::size_arranged(const Weights& weights) {
+    std::array<int64_t, 3> floats = {};
+    const auto need = [&](const Linear& w, int64_t count) {
+        int64_t& size = floats[static_cast<size_t>(w.bits / 4)];
+        size = std::max(size, count);
+    };
+    for_each_linear(weights, [&](const Linear& w) { need(w, rows_ * arranged_floats(w.columns)); });
+    const int64_t routed = rows_ * c_.experts_per_token * arranged_floats(c_.expert_width);
+    for (const LayerWeights& layer : weights.layers) {
+        need(layer.moe.down, routed);
+        need(layer.moe.shared_down, routed + rows_ * arranged_floats(c_.shared_width));
+    }
+    for (size_t i = 0; i < floats.size(); ++i)
+        if (floats[i]) arranged_[i] = scratch(floats[i]);
+}
+
+Memory CpuOps::allocate(size_t bytes) { return map_memory(bytes); }
+
+void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); }
+
+// A few tasks a thread, so that uneven threads even out, of whole cache lines of output.
+int64_t CpuOps::outputs_of_task(int64_t outputs) const {
+    const int64_t even = outputs / (threads_.count() * 4);
+    return std::clamp<int64_t>((even + 15) / 16 * 16, 16, kMaxOutputs);
+}
+
+void CpuOps::multiply(std::initializer_list<Product> products, int rows) {
+    struct Job {
+        const Product* product;
+        int64_t outputs_of_task, tasks;
+    };
+    std::array<Job, 4> jobs = {};
+    int64_t tasks = 0;
+    size_t count = 0;
+    for (const Product& product : products) {
+        const int64_t each = outputs_of_task(product.w->rows);
+        jobs[count] = {&product, each, (product.w->rows + each - 1) / each};
+        tasks += jobs[count++].tasks;
+    }
+    threads_.run(tasks, [&](int64_t task, int) {
+        size_t j = 0;
+        while (task >= jobs[j].tasks) task -= jobs[j++].tasks;
+        const int64_t first = task * jobs[j].outputs_of_task;
+        product_tile(*jobs[j].product, first, std::min(jobs[j].outputs_of_task, jobs[j].product->w->rows - first), rows);
+    });
+}
+
+void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int rows) {
+    static constexpr auto kOnes = [] {
+        std::array<float, kPanel> ones{};
+        ones.fill(1.f);
+        return ones;
+    }();
+    const float *x[kPanel], *u[kPanel];
+    float *out[kPanel], *up[kPanel];
+    float up_tile[kPanel][kMaxOutputs];
+    for (int r0 = 0; r0 < rows; r0 += kPanel) {
+        const int M = std::min(kPanel, rows - r0);
+        for (int m = 0; m < M; ++m) {
+            x[m] = p.x.data + (r0 + m) * p.x.stride;
+            out[m] = p.out + (r0 + m) * p.stride + first;
+            u[m] = p.up_x.data + (r0 + m) * p.up_x.stride;
+            up[m] = up_tile[m];
+        }
+        kernels_.product(*p.w, first, outputs, x, M, {out, p.add ? kOnes.data() : nullptr});
+        if (!p.up) continue;
+        kernels_.product(*p.up, first, outputs, u, M, {up, nullptr});
+        for (int m = 0; m < M; ++m) kernels_.swiglu(out[m], up[m], outputs, out[m]);
+    }
+}
+
+void CpuOps::embed(const Linear& w, const Batch& batch) {
+    const auto number = [](const Tensor& t, int64_t i) { return float_at(t.data, t.dtype, static_cast<size_t>(i)); };
+    threads_.run(batch.rows, [&](int64_t r, int) {
+        const int64_t token = batch.tokens[static_cast<size_t>(r)];
+        float* x = row(a_.x, r);
+        for (int64_t k = 0; k < w.columns; ++k) {
+            if (w.bits == 0) {
+                x[k] = number(w.weight, token * w.columns + k);
+                continue;
+            }
+            const int64_t slots = 32 / w.bits, group = token * (w.columns / 64) + k / 64;
+            const auto word = load<uint32_t>(w.weight.data + (token * w.columns + k) / slots * 4);
+            const uint32_t q = word >> (k % slots * w.bits) & ((1u << w.bits) - 1);
+            x[k] = number(w.scales, group) * static_cast<float>(q) + number(w.biases, group);
+        }
+    });
+}
+
+void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
+    const Inputs x = prepare(rows, c_.hidden, {&weights.head}, [&](int64_t r, int) {
+        return norm(row(a_.x, first + r), weights.norm, normed_ + r * c_.hidden);
+    });
+    multiply({{.w = &weights.head, .x = x.of(weights.head), .out = logits, .stride = weights.head.rows}}, rows);
+}
+
+int32_t CpuOps::sample(const float* logits, int vocab, const Sampling& sampling, int64_t position) {
+    return sample_token(logits, vocab, sampling, position, candidates_);
+}
+
+void CpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
+    if (!layer.attention) {
+        std::memcpy(first, state.conv(layer.index), static_cast<size_t>(state.layout().conv) * sizeof(float));
+        const float* S = state.delta(layer.index);
+        const int64_t Dk = c_.key_dim, Dv = c_.value_dim;
+        for (int64_t h = 0; h < c_.value_heads; ++h)
+            for (int64_t k = 0; k < Dk; ++k)
+                for (int64_t v = 0; v < Dv; ++v) second[(h * Dv + v) * Dk + k] = S[(h * Dk + k) * Dv + v];
+        return;
+    }
+    const int64_t Dh = c_.head_dim, length = state.length();
+    const auto number = [&](const std::byte* plane, int64_t i) { return float_at(plane, kv_, static_cast<size_t>(i)); };
+    for (int64_t h = 0; h < c_.kv_heads; ++h)
+        for (int64_t t = 0; t < length; ++t)
+            for (int64_t d = 0; d < Dh; ++d) {
+                const int64_t page = t / kPageTokens, slot = t % kPageTokens, head = h * kPageTokens * Dh;
+                first[(h * length + t) * Dh + d] = number(state.keys(layer.index, page), head + d * kPageTokens + slot);
+                second[(h * length + t) * Dh + d] = number(state.values(layer.index, page), head + slot * Dh + d);
+            }
+}
+
+}  // namespace lily

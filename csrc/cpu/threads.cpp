@@ -1,0 +1,105 @@
+#include "cpu/threads.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <system_error>
+
+namespace lily {
+
+namespace {
+
+// Between two steps of a token lie a few microseconds, between two tokens some hundred: spin over the first, yield over
+// the second, sleep when a caller has gone away.
+constexpr int kSpins = 2000;
+constexpr int kYields = 200;
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+int cores() {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+    return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+template <class Condition>
+bool wait_awake(const Condition& done) {
+    for (int i = 0; i < kSpins; ++i) {
+        if (done()) return true;
+        pause();
+    }
+    for (int i = 0; i < kYields; ++i) {
+        if (done()) return true;
+        std::this_thread::yield();
+    }
+    return false;
+}
+
+}  // namespace
+
+Threads::Threads(int count) {
+    if (count == 0) count = cores();
+    workers_.reserve(static_cast<size_t>(count - 1));
+    try {
+        for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (const std::system_error&) {
+        // The machine grants no more threads: the ones it granted do the work.
+    }
+}
+
+Threads::~Threads() {
+    stop_ = true;
+    round_.fetch_add(1, std::memory_order_release);
+    round_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+}
+
+void Threads::start(int64_t tasks, const void* work, Call call) {
+    work_ = work;
+    call_ = call;
+    tasks_ = tasks;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+    round_.fetch_add(1, std::memory_order_release);
+    round_.notify_all();
+    take_tasks(0);
+    const auto done = [this] { return busy_.load(std::memory_order_acquire) == 0; };
+    while (!wait_awake(done)) {
+    }
+}
+
+void Threads::take_tasks(int thread) {
+    for (;;) {
+        const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+        if (task >= tasks_) return;
+        call_(work_, task, thread);
+    }
+}
+
+void Threads::serve(int thread) {
+    uint32_t seen = 0;
+    for (;;) {
+        const auto called = [&] { return round_.load(std::memory_order_acquire) != seen; };
+        if (!wait_awake(called)) round_.wait(seen, std::memory_order_acquire);
+        if (!called()) continue;
+        ++seen;
+        if (stop_) return;
+        take_tasks(thread);
+        busy_.fetch_sub(1, std::memory_order_release);
+    }
+}
+
+}  // namespace lily

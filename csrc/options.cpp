@@ -1,0 +1,118 @@
+// The only file that reads the environment.
+#include "options.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cstdlib>
+#include <sstream>
+#include <stdexcept>
+
+namespace lily {
+
+namespace {
+
+std::string text_of(int value) { return std::to_string(value); }
+std::string text_of(const std::string& value) { return value; }
+const char* type_of(int) { return "int"; }
+const char* type_of(const std::string&) { return "str"; }
+
+void parse(const std::string& name, const std::string& text, int& value) {
+    const char* end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, value);
+    if (error != std::errc() || rest != end || text.empty())
+        throw std::invalid_argument("option " + name + ": wanted an integer, got '" + text + "'");
+}
+void parse(const std::string&, const std::string& text, std::string& value) { value = text; }
+
+// Edits that turn one name into the other: for suggesting what was meant.
+size_t distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+    for (size_t i = 1; i <= a.size(); ++i) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); ++j) {
+            const size_t changed = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min({changed, row[j] + 1, row[j - 1] + 1});
+        }
+    }
+    return row[b.size()];
+}
+
+[[noreturn]] void unknown(const std::string& name) {
+    std::string nearest, all;
+    size_t best = 4;
+    for (const OptionInfo& option : option_list()) {
+        all += (all.empty() ? "" : ", ") + option.name;
+        const size_t edits = distance(name, option.name);
+        if (edits < best) {
+            best = edits;
+            nearest = option.name;
+        }
+    }
+    throw std::invalid_argument("no option '" + name + "'" +
+                                (nearest.empty() ? "; the options are " + all : ", did you mean '" + nearest + "'?"));
+}
+
+void one_of(const char* name, const std::string& value, const char* allowed) {
+    std::istringstream names(allowed);
+    for (std::string word; names >> word;)
+        if (word == value) return;
+    throw std::invalid_argument(std::string("option ") + name + ": wanted one of " + allowed + ", got '" + value + "'");
+}
+
+void in_range(const char* name, int value, int low, int high) {
+    if (value < low || value > high)
+        throw std::invalid_argument(std::string("option ") + name + ": wanted " + std::to_string(low) + " to " +
+                                    std::to_string(high) + ", got " + std::to_string(value));
+}
+
+}  // namespace
+
+void Options::set(const std::string& key, const std::string& value) {
+#define LILY_OPTION(type, name, standard, text) \
+    if (key == #name) return parse(key, value, name);
+    LILY_OPTIONS(LILY_OPTION)
+#undef LILY_OPTION
+    unknown(key);
+}
+
+std::map<std::string, std::string> Options::values() const {
+    std::map<std::string, std::string> all;
+#define LILY_OPTION(type, name, standard, text) all[#name] = text_of(name);
+    LILY_OPTIONS(LILY_OPTION)
+#undef LILY_OPTION
+    return all;
+}
+
+void Options::check() const {
+    one_of("device", device, "auto cpu");
+    one_of("kv", kv, "bf16 f32");
+    one_of("simd", simd, "auto avx512 avx2 plain");
+    in_range("threads", threads, 0, 1024);
+    in_range("prefill_chunk", prefill_chunk, 1, 65536);
+}
+
+Options options_from_environment() {
+    Options options;
+    for (const OptionInfo& option : option_list()) {
+        std::string variable = "LILY_";
+        for (char c : option.name) variable += static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+        if (const char* value = std::getenv(variable.c_str())) options.set(option.name, value);
+    }
+    return options;
+}
+
+std::vector<OptionInfo> option_list() {
+    const Options defaults;
+    std::vector<OptionInfo> list;
+#define LILY_OPTION(type, name, standard, text) \
+    list.push_back({#name, type_of(defaults.name), text_of(defaults.name), text});
+    LILY_OPTIONS(LILY_OPTION)
+#undef LILY_OPTION
+    return list;
+}
+
+}  // namespace lily

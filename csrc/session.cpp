@@ -1,0 +1,91 @@
+#include "session.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace lily {
+
+namespace {
+
+// Rows of logits computed at a time when every row's are wanted: enough to reuse a weight, few enough to stay small.
+constexpr int kLogitRows = 32;
+
+}  // namespace
+
+Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv)
+    : weights_(std::move(weights)), ops_(std::move(ops)), layout_(weights_->config, kv), chunk_(chunk) {}
+
+State Session::new_state() const { return State(layout_, *ops_); }
+
+State Session::fork(const State& state) {
+    const std::lock_guard lock(mutex_);
+    return state;
+}
+
+void Session::check(const State& state, std::span<const int32_t> tokens) const {
+    const Config& c = weights_->config;
+    const auto length = static_cast<int64_t>(tokens.size());
+    LILY_CHECK(ContextError, state.length() + length <= c.max_positions,
+               "%lld tokens do not fit: the context holds %lld, of which %lld are taken. Shorten the prompt.",
+               static_cast<long long>(length), static_cast<long long>(c.max_positions),
+               static_cast<long long>(state.length()));
+    for (int64_t i = 0; i < length; ++i) {
+        const int32_t token = tokens[static_cast<size_t>(i)];
+        LILY_CHECK(std::invalid_argument, token >= 0 && token < c.vocab,
+                   "tokens[%lld]: wanted an id from 0 to %d, got %d", static_cast<long long>(i), c.vocab - 1, token);
+    }
+}
+
+// One chunk at a time under the lock, so that callers on other threads take turns between chunks.
+template <class AfterChunk>
+void Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after) {
+    check(state, tokens);
+    const auto total = static_cast<int64_t>(tokens.size());
+    for (int64_t done = 0; done < total;) {
+        if (progress && done > 0) progress(done, total);
+        // Chunks end on multiples of the chunk size in the sequence, wherever this call began.
+        const int64_t to_border = chunk_ - state.length() % chunk_;
+        const auto length = static_cast<int>(std::min(to_border, total - done));
+        {
+            const std::lock_guard lock(mutex_);
+            state.prepare(length, *ops_);
+            state.set_logits(false);
+            const Segment segment{&state, 0, length, state.length()};
+            const Batch batch{tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)), {&segment, 1}, length};
+            forward(*weights_, *ops_, batch);
+            after(done, length);
+            if (done + length == total) {
+                ops_->head(*weights_, length - 1, 1, state.logits());
+                state.set_logits(true);
+            }
+        }
+        done += length;
+    }
+    if (progress) progress(total, total);
+}
+
+void Session::extend(State& state, std::span<const int32_t> tokens, const Progress& progress) {
+    take_in(state, tokens, progress, [](int64_t, int) {});
+}
+
+void Session::logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress) {
+    const int64_t vocab = weights_->config.vocab;
+    take_in(state, tokens, progress, [&](int64_t done, int length) {
+        for (int row = 0; row < length; row += kLogitRows)
+            ops_->head(*weights_, row, std::min(kLogitRows, length - row), out + (done + row) * vocab);
+    });
+}
+
+int32_t Session::sample(State& state, const Sampling& sampling) {
+    LILY_CHECK(std::invalid_argument, state.has_logits(), "nothing to continue: the state holds no token's logits");
+    const std::lock_guard lock(mutex_);
+    return ops_->sample(state.logits(), weights_->config.vocab, sampling, state.length());
+}
+
+int32_t Session::step(State& state, int32_t token, const Sampling& sampling) {
+    extend(state, {&token, 1}, nullptr);
+    return sample(state, sampling);
+}
+
+}  // namespace lily
