@@ -26,44 +26,17 @@ CHAT_TEMPLATE = """\
 """
 
 
-def main():
-    """Write both directories."""
-    ap = argparse.ArgumentParser()
-    for n in ("trained", "tokenizer", "hf", "mlx"):
-        ap.add_argument("--" + n, type=Path, required=True)
-    a = ap.parse_args()
-    import mlx.core as mx
-    from mlx_lm import convert
+def write_json(file, value):
+    """Write a JSON file."""
+    file.write_text(json.dumps(value, indent=2))
 
-    d = json.loads((a.trained / "dims.json").read_text())
-    a.hf.mkdir(parents=True, exist_ok=True)
-    weights = mx.load(str(a.trained / "model.safetensors"))
-    out = {}
-    for k, v in weights.items():
-        k = "model.language_model." + k[len("model.") :] if k.startswith("model.") else k
-        out[k] = v
-    mx.save_safetensors(str(a.hf / "model.safetensors"), out, metadata={"format": "pt"})
-    tok = json.loads(a.tokenizer.read_text())
-    ids = {t["content"]: t["id"] for t in tok["added_tokens"]}
-    shutil.copy(a.tokenizer, a.hf / "tokenizer.json")
-    (a.hf / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "add_bos_token": False,
-                "bos_token": None,
-                "clean_up_tokenization_spaces": False,
-                "eos_token": "<|im_end|>",
-                "errors": "replace",
-                "model_max_length": 4096,
-                "pad_token": "<|endoftext|>",
-                "split_special_tokens": False,
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "unk_token": None,
-            },
-            indent=2,
-        )
-    )
-    (a.hf / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+def text_config(d, ids):
+    """Return the text_config section of config.json, for these dimensions and added tokens."""
+    kinds = [
+        "full_attention" if (i + 1) % d["full_attention_interval"] == 0 else "linear_attention"
+        for i in range(d["num_hidden_layers"])
+    ]
     text = {
         "model_type": "qwen3_5_moe_text",
         "dtype": "bfloat16",
@@ -80,10 +53,7 @@ def main():
         "mtp_num_hidden_layers": 0,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "layer_types": [
-            "full_attention" if (i + 1) % d["full_attention_interval"] == 0 else "linear_attention"
-            for i in range(d["num_hidden_layers"])
-        ],
+        "layer_types": kinds,
         "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
@@ -92,32 +62,71 @@ def main():
             "rope_theta": int(d["rope_theta"]),
         },
     }
-    text.update({k: v for k, v in d.items() if k not in ("rope_theta",)})
-    (a.hf / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-                "model_type": "qwen3_5_moe",
-                "tie_word_embeddings": False,
-                "text_config": dict(sorted(text.items())),
-            },
-            indent=2,
-        )
+    text.update({k: v for k, v in d.items() if k != "rope_theta"})
+    return dict(sorted(text.items()))
+
+
+def write_tokenizer(source, hf):
+    """Copy the tokenizer with its configuration and the chat template; return the ids of the added tokens."""
+    shutil.copy(source, hf / "tokenizer.json")
+    settings = {
+        "add_bos_token": False,
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": 4096,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+    write_json(hf / "tokenizer_config.json", settings)
+    (hf / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return {t["content"]: t["id"] for t in json.loads(source.read_text())["added_tokens"]}
+
+
+def write_source(trained, tokenizer, hf):
+    """Write the Hugging Face style checkpoint."""
+    import mlx.core as mx
+
+    hf.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, value in mx.load(str(trained / "model.safetensors")).items():
+        text = name.startswith("model.")
+        tensors["model.language_model." + name.removeprefix("model.") if text else name] = value
+    mx.save_safetensors(str(hf / "model.safetensors"), tensors, metadata={"format": "pt"})
+    ids = write_tokenizer(tokenizer, hf)
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": text_config(json.loads((trained / "dims.json").read_text()), ids),
+    }
+    write_json(hf / "config.json", config)
+    generation = {
+        "bos_token_id": ids["<|endoftext|>"],
+        "do_sample": True,
+        "pad_token_id": ids["<|endoftext|>"],
+        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+        "temperature": 0.7,
+        "top_k": 40,
+        "top_p": 0.95,
+    }
+    write_json(hf / "generation_config.json", generation)
+
+
+def main():
+    """Write both directories."""
+    from mlx_lm import convert
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    (a.hf / "generation_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token_id": ids["<|endoftext|>"],
-                "do_sample": True,
-                "pad_token_id": ids["<|endoftext|>"],
-                "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-                "temperature": 0.7,
-                "top_k": 40,
-                "top_p": 0.95,
-            },
-            indent=2,
-        )
-    )
+    for name in ("trained", "tokenizer", "hf", "mlx"):
+        parser.add_argument("--" + name, type=Path, required=True)
+    a = parser.parse_args()
+    write_source(a.trained, a.tokenizer, a.hf)
     if a.mlx.exists():
         shutil.rmtree(a.mlx)
     convert(str(a.hf), str(a.mlx), quantize=True, q_group_size=64, q_bits=4)
