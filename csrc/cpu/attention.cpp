@@ -89,7 +89,8 @@ void CpuOps::attend_rows(const LayerWeights& layer, const Batch& batch) {
     const int64_t result = static_cast<int64_t>(group) * (c_.head_dim + 2);
     for (const Segment& segment : batch.segments) {
         const int blocks = (segment.length + kBlockRows - 1) / kBlockRows;
-        threads_.run(static_cast<int64_t>(blocks) * c_.kv_heads, [&](int64_t task, int thread) {
+        const int64_t work = 2 * segment.length * (segment.position + segment.length) * c_.heads * c_.head_dim;
+        threads_.run(static_cast<int64_t>(blocks) * c_.kv_heads, work, [&](int64_t task, int thread) {
             const int kv_head = static_cast<int>(task % c_.kv_heads);
             const int first = (blocks - 1 - static_cast<int>(task / c_.kv_heads)) * kBlockRows;  // the longest first
             const int rows = std::min(kBlockRows, segment.length - first);
@@ -116,14 +117,15 @@ void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t
     const auto spans_of = [&](int64_t r, const Segment& segment) {
         return (segment.position + r - segment.row + kSpanTokens) / kSpanTokens;
     };
-    threads_.run(batch.rows * c_.kv_heads * spans, [&](int64_t task, int thread) {
+    const int64_t work = 2 * batch.rows * spans * kSpanTokens * c_.heads * c_.head_dim;
+    threads_.run(batch.rows * c_.kv_heads * spans, work, [&](int64_t task, int thread) {
         const int64_t span = task % spans, r = task / spans / c_.kv_heads;
         const Segment& segment = batch.segment_of(r);
         if (span >= spans_of(r, segment)) return;
         attend_span(segment, layer.index, static_cast<int>(task / spans % c_.kv_heads), static_cast<int>(r) - segment.row, 1,
                     span, thread_ + thread * thread_floats_, partial_ + task * result);
     });
-    threads_.run(batch.rows * c_.kv_heads, [&](int64_t task, int) {
+    threads_.run(batch.rows * c_.kv_heads, batch.rows * spans * c_.heads * c_.head_dim, [&](int64_t task, int) {
         const int64_t r = task / c_.kv_heads;
         float* whole = partial_ + task * spans * result;
         for (int64_t span = 1; span < spans_of(r, batch.segment_of(r)); ++span)
@@ -133,7 +135,8 @@ void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t
 }
 
 void CpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
-    threads_.run(batch.rows, [&](int64_t r, int thread) {
+    const int64_t placed = int64_t{batch.rows} * (c_.heads + 2 * c_.kv_heads) * c_.head_dim;
+    threads_.run(batch.rows, placed * kRowWork, [&](int64_t r, int thread) {
         const Segment& segment = batch.segment_of(r);
         place_row(layer, segment, static_cast<int>(r) - segment.row, thread_ + thread * thread_floats_);
     });

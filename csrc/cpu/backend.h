@@ -28,6 +28,7 @@ constexpr int kBlockRows = 8;     // query rows that share a pass over a page of
 constexpr int kSpanPages = 8;     // pages that one task of split attention takes
 constexpr int kSpanTokens = kSpanPages * kPageTokens;
 constexpr int kSplitRows = 8;     // rows up to which attention is split over spans
+constexpr int kRowWork = 16;      // what norming and arranging a value costs, in multiplications
 constexpr int kPanel = 32;        // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
 constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
 
@@ -88,7 +89,7 @@ class CpuOps final : public Ops {
         const int64_t stride = arranged_floats(columns);
         Inputs inputs;
         for (const Linear* w : matrices) inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride};
-        threads_.run(rows, [&](int64_t r, int thread) {
+        threads_.run(rows, rows * columns * kRowWork, [&](int64_t r, int thread) {
             const float* x = fill(r, thread);
             for (int i = 0; i < 3; ++i)
                 if (inputs.by_bits[i].data) kernels_.arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);

@@ -57,7 +57,7 @@ void CpuOps::keep_conv_state(const LayerWeights& layer, const Segment& segment) 
 }
 
 void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
-    threads_.run(batch.rows, [&](int64_t r, int) {
+    threads_.run(batch.rows, int64_t{batch.rows} * c_.channels() * kRowWork, [&](int64_t r, int) {
         const Segment& segment = batch.segment_of(r);
         convolve(layer, segment, static_cast<int>(r) - segment.row);
         gates(layer, r);
@@ -68,7 +68,8 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     const int blocks = (c_.value_dim + kLanesOfTask - 1) / kLanesOfTask;
     const auto segments = static_cast<int64_t>(batch.segments.size());
     const int64_t channels = c_.channels(), keys = static_cast<int64_t>(c_.key_heads) * c_.key_dim;
-    threads_.run(segments * c_.value_heads * blocks, [&](int64_t task, int) {
+    const int64_t work = int64_t{4} * batch.rows * c_.value_heads * c_.key_dim * c_.value_dim;
+    threads_.run(segments * c_.value_heads * blocks, work, [&](int64_t task, int) {
         const int first = static_cast<int>(task % blocks) * kLanesOfTask;
         const int64_t head = task / blocks % c_.value_heads, key_head = head / (c_.value_heads / c_.key_heads);
         const Segment& segment = batch.segments[static_cast<size_t>(task / blocks / c_.value_heads)];

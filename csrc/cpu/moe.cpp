@@ -87,7 +87,8 @@ void CpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     sort_by_expert(batch.rows);
     const int64_t each = std::min<int64_t>(c_.expert_width, batch.rows > kPanel ? 128 : 64);
     const int64_t blocks = (c_.expert_width + each - 1) / each;
-    threads_.run(static_cast<int64_t>(active_.size()) * blocks, [&](int64_t task, int) {
+    const int64_t work = int64_t{2} * batch.rows * c_.experts_per_token * c_.expert_width * c_.hidden;
+    threads_.run(static_cast<int64_t>(active_.size()) * blocks, work, [&](int64_t task, int) {
         const int64_t first = task % blocks * each;
         expert_up(w, h, active_[static_cast<size_t>(task / blocks)], first, std::min(each, c_.expert_width - first));
     });
@@ -137,7 +138,8 @@ void CpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
                                   [&](int64_t r, int) { return row(a_.shared, r); },
                                   slots * arranged_floats(c_.expert_width));
     const int64_t each = outputs_of_task(c_.hidden);
-    threads_.run((c_.hidden + each - 1) / each, [&](int64_t task, int) {
+    const int64_t work = (slots * c_.expert_width + int64_t{batch.rows} * c_.shared_width) * c_.hidden;
+    threads_.run((c_.hidden + each - 1) / each, work, [&](int64_t task, int) {
         const int64_t first = task * each, outputs = std::min(each, c_.hidden - first);
         for (int expert : active_) expert_down(w, hidden, expert, first, outputs);
         shared_down(w, shared, batch.rows, first, outputs);

@@ -131,14 +131,15 @@ void CpuOps::multiply(std::initializer_list<Product> products, int rows) {
         int64_t outputs_of_task, tasks;
     };
     std::array<Job, 4> jobs = {};
-    int64_t tasks = 0;
+    int64_t tasks = 0, work = 0;
     size_t count = 0;
     for (const Product& product : products) {
         const int64_t each = outputs_of_task(product.w->rows);
         jobs[count] = {&product, each, (product.w->rows + each - 1) / each};
         tasks += jobs[count++].tasks;
+        work += rows * product.w->rows * product.w->columns;
     }
-    threads_.run(tasks, [&](int64_t task, int) {
+    threads_.run(tasks, work, [&](int64_t task, int) {
         size_t j = 0;
         while (task >= jobs[j].tasks) task -= jobs[j++].tasks;
         const int64_t first = task * jobs[j].outputs_of_task;
@@ -172,7 +173,7 @@ void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int 
 
 void CpuOps::embed(const Linear& w, const Batch& batch) {
     const auto number = [](const Tensor& t, int64_t i) { return float_at(t.data, t.dtype, static_cast<size_t>(i)); };
-    threads_.run(batch.rows, [&](int64_t r, int) {
+    threads_.run(batch.rows, batch.rows * w.columns * kRowWork, [&](int64_t r, int) {
         const int64_t token = batch.tokens[static_cast<size_t>(r)];
         float* x = row(a_.x, r);
         for (int64_t k = 0; k < w.columns; ++k) {

@@ -61,44 +61,46 @@ Threads::Threads(int count) {
 }
 
 Threads::~Threads() {
-    stop_ = true;
+    stop_.store(true, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
     for (std::thread& worker : workers_) worker.join();
 }
 
-void Threads::start(int64_t tasks, const void* work, Call call) {
-    work_ = work;
+// The caller waits for tasks, not for workers: one that the machine keeps from running holds nothing up, because a task
+// is taken only from the round it belongs to, and what a round calls stays put until its last task is done.
+void Threads::start(int64_t tasks, const void* function, Call call) {
+    function_ = function;
     call_ = call;
     tasks_ = tasks;
-    next_.store(0, std::memory_order_relaxed);
-    busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-    round_.fetch_add(1, std::memory_order_release);
+    done_.store(0, std::memory_order_relaxed);
+    const uint32_t round = round_.load(std::memory_order_relaxed) + 1;
+    left_.store(uint64_t{round} << 32 | static_cast<uint64_t>(tasks), std::memory_order_release);
+    round_.store(round, std::memory_order_release);
     round_.notify_all();
     take_tasks(0);
-    const auto done = [this] { return busy_.load(std::memory_order_acquire) == 0; };
-    while (!wait_awake(done)) {
+    const auto finished = [&] { return done_.load(std::memory_order_acquire) == tasks; };
+    while (!wait_awake(finished)) {
     }
 }
 
 void Threads::take_tasks(int thread) {
-    for (;;) {
-        const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-        if (task >= tasks_) return;
-        call_(work_, task, thread);
+    uint64_t left = left_.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(left) != 0) {
+        if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        call_(function_, tasks_ - static_cast<uint32_t>(left), thread);
+        done_.fetch_add(1, std::memory_order_release);
+        left = left_.load(std::memory_order_acquire);
     }
 }
 
 void Threads::serve(int thread) {
     uint32_t seen = 0;
-    for (;;) {
+    while (!stop_.load(std::memory_order_relaxed)) {
         const auto called = [&] { return round_.load(std::memory_order_acquire) != seen; };
         if (!wait_awake(called)) round_.wait(seen, std::memory_order_acquire);
-        if (!called()) continue;
-        ++seen;
-        if (stop_) return;
+        seen = round_.load(std::memory_order_acquire);
         take_tasks(thread);
-        busy_.fetch_sub(1, std::memory_order_release);
     }
 }
 

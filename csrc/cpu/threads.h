@@ -19,33 +19,37 @@ class Threads {
 
     // Calls function(task, thread) for every task in [0, tasks), on all threads, and returns when all are done.
     // The function must not throw. Which thread takes which task is not fixed, so no result may depend on it.
+    // `work` estimates the multiplications of all tasks together: too few to share stay on the calling thread.
     template <class Function>
-    void run(int64_t tasks, const Function& function) {
-        if (tasks <= 1 || workers_.empty()) {
+    void run(int64_t tasks, int64_t work, const Function& function) {
+        if (tasks <= 1 || workers_.empty() || work < kWorthSharing) {
             for (int64_t task = 0; task < tasks; ++task) function(task, 0);
             return;
         }
-        start(tasks, &function, [](const void* work, int64_t task, int thread) {
-            (*static_cast<const Function*>(work))(task, thread);
+        start(tasks, &function, [](const void* call, int64_t task, int thread) {
+            (*static_cast<const Function*>(call))(task, thread);
         });
     }
 
   private:
-    using Call = void (*)(const void* work, int64_t task, int thread);
+    using Call = void (*)(const void* function, int64_t task, int thread);
 
-    void start(int64_t tasks, const void* work, Call call);
+    // About ten microseconds on one core; waking and waiting for another costs a few.
+    static constexpr int64_t kWorthSharing = 100'000;
+
+    void start(int64_t tasks, const void* function, Call call);
     void serve(int thread);
     void take_tasks(int thread);
 
     std::vector<std::thread> workers_;
-    const void* work_ = nullptr;
+    const void* function_ = nullptr;
     Call call_ = nullptr;
     int64_t tasks_ = 0;
-    bool stop_ = false;
+    std::atomic<bool> stop_{false};
     // Each on a cache line of its own: they are written by different threads at the same time.
     alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<uint64_t> left_{0};  // round << 32 | tasks that nobody has taken yet
+    alignas(64) std::atomic<int64_t> done_{0};
 };
 
 }  // namespace lily

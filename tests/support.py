@@ -1,0 +1,43 @@
+"""What several test modules share: where the checkpoints are, which code paths this CPU has, how arrays compare."""
+
+from pathlib import Path
+
+import numpy as np
+
+from lily import _core, errors, reference
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+CHECKPOINTS = {
+    "tiny": HERE / "checkpoints" / "tiny",
+    "small": HERE / "checkpoints" / "small",
+    "demo": Path(reference.__file__).parent / "demo" / "lily-tales-22m-4bit",
+}
+
+
+def code_paths() -> list[str]:
+    """Return the code paths that this CPU can run; the plain one always can."""
+    weights = _core.Weights(str(CHECKPOINTS["tiny"]))
+    found = []
+    for simd in ("avx512", "avx2", "plain"):
+        try:
+            _core.Session(weights, {"simd": simd})
+        except errors.DeviceError:
+            continue
+        found.append(simd)
+    assert "plain" in found
+    return found
+
+
+def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    """Fail with the worst place unless |got - want| <= tolerance * max |want| everywhere."""
+    assert got.shape == want.shape, f"{name}: wanted {want.shape}, got {got.shape}"
+    if got.size == 0:
+        return
+    error = np.abs(got.astype(np.float64) - want)
+    error[np.isnan(error)] = np.inf
+    worst = np.unravel_index(error.argmax(), error.shape)
+    bound = tolerance * max(1e-30, float(np.abs(want).max()))
+    assert error[worst] <= bound, (
+        f"{name}{list(map(int, worst))}: wanted {want[worst]}, got {got[worst]}, off by {error[worst]:.3g} > {bound:.3g}"
+    )

@@ -1,0 +1,98 @@
+"""Every op of every code path against reference.py, case by case, with outputs that start as NaN."""
+
+import numpy as np
+import pytest
+from cases import OPS, Case, cases, inputs
+from support import CHECKPOINTS, code_paths, compare
+
+from lily import _core, reference
+
+TOLERANCE = 2e-5  # of the largest value: float32 sums of some thousand products
+ACTIVATIONS = sorted({name for _, reads, writes in OPS.values() for name in (*reads, *writes)} - {"state"})
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: reference.Model(path) for name, path in CHECKPOINTS.items()}
+
+
+@pytest.fixture(scope="module", params=code_paths())
+def sessions(request):
+    options = {"simd": request.param, "kv": "f32", "prefill_chunk": "300", "threads": "2"}
+    return {name: _core.Session(_core.Weights(str(path)), options) for name, path in CHECKPOINTS.items()}
+
+
+def widths(session):
+    return {name: session._get(name, 1).shape[1] for name in ACTIVATIONS}
+
+
+def past_state(session, tokens, vocab):
+    state = session.new_state()
+    if tokens:
+        session.extend(state, np.random.default_rng(7).integers(0, vocab, tokens).astype(np.int32))
+    return state
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_op(case: Case, models, sessions):
+    model, session = models[case.checkpoint], sessions[case.checkpoint]
+    layer = 3 if case.op.startswith("attn") else 0
+    function, reads, writes = OPS[case.op]
+    wide = widths(session)
+    given = inputs(case, model.config, wide)
+    state = past_state(session, case.past, model.config.vocab)
+
+    arguments = {name: array.astype(np.float64) for name, array in given.items()}
+    arguments["state"] = tuple(part.astype(np.float64) for part in session.layer_state(state, layer))
+    if "expert" in given:
+        arguments["expert"] = given["expert"].astype(np.int32)
+    wanted = function(model.layers[layer], *(arguments[name] for name in reads))
+    wanted = dict(zip(writes, wanted if isinstance(wanted, tuple) else (wanted,), strict=True))
+
+    for name in writes:
+        if name not in (*reads, "state", "expert"):
+            session._set(name, np.full((case.rows, wide[name]), np.nan, np.float32))
+    for name, array in given.items():
+        session._set(name, padded(array, wide[name]))
+    session._run(case.op, layer, [(state, np.zeros(case.rows, np.int32))])
+
+    for name in writes:
+        if name == "state":
+            session._advance(state, case.rows)
+            for part, (got, want) in enumerate(zip(session.layer_state(state, layer), wanted[name], strict=True)):
+                compare(f"state part {part}", got, want, TOLERANCE)
+        else:
+            want = wanted[name]
+            compare(name, session._get(name, case.rows)[:, : want.shape[1]], want, TOLERANCE)
+
+
+def padded(array, width):
+    return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+
+
+def test_every_op_has_cases():
+    named = {case.op for case in cases()}
+    assert named == set(OPS)
+    with pytest.raises(ValueError, match="no op 'gdn_up'"):
+        session = _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), {})
+        session._run("gdn_up", 0, [(session.new_state(), np.zeros(1, np.int32))])
+
+
+@pytest.mark.parametrize("tokens", [[0], [5, 5, 639, 1]])
+def test_embed(models, sessions, tokens):
+    session = sessions["tiny"]
+    session._run("embed", 0, [(session.new_state(), np.array(tokens, np.int32))])
+    want = reference.embed(models["tiny"].weights, np.array(tokens))
+    compare("x", session._get("x", len(tokens)), want, 1e-7)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0, 0, 1), (1, 0, 1), (0.7, 20, 0.95), (1.5, 3, 0.5)])
+def test_sample_draws_what_the_reference_draws(sessions, temperature, top_k, top_p):
+    rng = np.random.default_rng(3)
+    for position in range(200):
+        logits = (3 * rng.standard_normal(1000)).astype(np.float32)
+        if position % 5 == 0:
+            logits = np.round(logits)  # many ties
+        seed = int(rng.integers(0, 2**63))
+        drawn = sessions["tiny"]._sample_from(logits, temperature, top_k, top_p, seed, position)
+        assert drawn == reference.sample(logits, temperature, top_k, top_p, seed, position)
