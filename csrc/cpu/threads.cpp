@@ -1,5 +1,7 @@
 #include "cpu/threads.h"
 
+#include <unistd.h>
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -50,7 +52,7 @@ bool wait_awake(const Condition& done) {
 
 }  // namespace
 
-Threads::Threads(int count) {
+Threads::Threads(int count) : process_(getpid()) {
     if (count == 0) count = cores();
     workers_.reserve(static_cast<size_t>(count - 1));
     try {
@@ -61,6 +63,12 @@ Threads::Threads(int count) {
 }
 
 Threads::~Threads() {
+    if (getpid() != process_) {
+        // A forked child has the handles but not the threads, and the system may give their ids to new ones: the handles
+        // are left alone for good.
+        new std::vector<std::thread>(std::move(workers_));
+        return;
+    }
     stop_.store(true, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();

@@ -46,6 +46,7 @@ class Threads {
     Call call_ = nullptr;
     int64_t tasks_ = 0;
     std::atomic<bool> stop_{false};
+    int process_ = 0;  // that the workers belong to
     // Each on a cache line of its own: they are written by different threads at the same time.
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<uint64_t> left_{0};  // round << 32 | tasks that nobody has taken yet
