@@ -1,0 +1,187 @@
+"""The command line: `lily generate` and `lily info`. Answers go to stdout, all else to stderr."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import lily
+from lily.errors import LilyError
+
+DEMO_PROMPT = "Tell me a story about a fox who wanted to see the sea."
+DEMO_TOKENS = 300  # where the demo's story is cut by default: it seldom finds an end by itself
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    0 done, 1 failed (one line on stderr), 2 wrong usage, 130 stopped by Ctrl-C, 141 stdout was closed.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a story goes on where its terminal lacks a letter
+    try:
+        code: int = options.command(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (LilyError, MemoryError) as error:
+        print(f"lily: {error or 'out of memory'}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"lily: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument(
+        "--model", metavar="FOLDER", help="the checkpoint's folder; by default the embedded demo"
+    )
+    model.add_argument("--threads", type=int, metavar="N", help="CPU threads; by default one per core")
+    model.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other way to run it, see `lily info`; may be repeated",
+    )
+    parser = argparse.ArgumentParser(prog="lily", description="Run Qwen3.6-35B-A3B from its MLX checkpoint.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", parents=[model], help="write an answer to a prompt")
+    generate.add_argument("prompt", nargs="?", help="the user's message; - reads it from stdin")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt's text, without a chat template"
+    )
+    generate.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"cut the answer after N tokens; the demo's after {DEMO_TOKENS}",
+    )
+    generate.add_argument(
+        "--temp", "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
+    )
+    generate.add_argument(
+        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 from all"
+    )
+    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that sum to P")
+    generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    generate.add_argument(
+        "--stats", action="store_true", help="print counts and speed even if stderr is no terminal"
+    )
+    generate.set_defaults(command=_generate)
+
+    info = commands.add_parser(
+        "info", parents=[model], help="say what is installed and how a model runs here"
+    )
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(command=_info)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Look the version up only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"lily {lily.__version__}")
+        parser.exit()
+
+
+def _load(options: argparse.Namespace) -> "lily.Model":
+    settings: dict[str, str | int] = {}
+    for setting in options.option:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--option: wanted NAME=VALUE, got {setting!r}")
+        settings[name] = value
+    if options.threads is not None:
+        settings["threads"] = options.threads
+    return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prompt: str | None = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.model is None:
+        print("lily: no --model, so the embedded demo writes; it only tells stories", file=sys.stderr)
+        prompt = DEMO_PROMPT if prompt is None else prompt
+        options.max_tokens = DEMO_TOKENS if options.max_tokens is None else options.max_tokens
+    if prompt is None:
+        raise ValueError("no prompt; pass one, or - to read it from stdin")
+    with _load(options) as model:
+        stream = model.stream(
+            model.tokenizer.encode(prompt) if options.raw else prompt,
+            max_tokens=options.max_tokens,
+            temperature=options.temp,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+        print()
+    if options.stats or sys.stderr.isatty():
+        print(_stats(stream.completion()), file=sys.stderr)
+    return 0
+
+
+def _stats(done: "lily.Completion") -> str:
+    timings = done.timings
+    return (
+        f"lily: prompt {done.usage.prompt_tokens} tokens, {timings.prefill_tokens_per_second:.1f} tokens/s; "
+        f"answer {done.usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tokens/s; "
+        f"finish {done.finish_reason}; seed {done.seed}"
+    )
+
+
+def _info(options: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+    import platform
+
+    with _load(options) as model:
+        loaded = dataclasses.asdict(model.info)
+    in_use = loaded.pop("options")
+    from lily import _core
+
+    facts: dict[str, Any] = {
+        "version": lily.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "model": loaded,
+        "options": [
+            {"name": name, "type": kind, "default": default, "value": in_use[name], "text": text}
+            for name, kind, default, text in _core.option_list()
+        ],
+    }
+    print(json.dumps(facts, indent=2, ensure_ascii=False) if options.json else _table(facts))
+    return 0
+
+
+def _table(facts: dict[str, Any]) -> str:
+    model = facts["model"]
+    rows = [("lily", facts["version"]), ("python", facts["python"]), ("platform", facts["platform"])]
+    rows += [(name.replace("_", " "), value) for name, value in model.items() if not isinstance(value, dict)]
+    rows += [("sampling", " ".join(f"{name}={value}" for name, value in model["sampling"].items()))]
+    rows += [
+        (f"  {name}", value) for name, value in model["config"].items() if isinstance(value, int | float)
+    ]
+    lines = [f"{name:18} {value}" for name, value in rows]
+    lines += ["", f"{'option':18} {'value':10} {'default':10}"]
+    lines += [f"{o['name']:18} {o['value']:10} {o['default']:10} {o['text']}" for o in facts["options"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A loaded checkpoint: what Model, Prefix and Stream share, and who may still use it.
+
+Nobody may after close(), and nobody in a forked child, whose copy of the core has lost its threads.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lily import _core
+from lily.chat import ChatTemplate
+from lily.completion import Request
+from lily.errors import ContextError, LilyError
+from lily.progress import Report
+from lily.sampling import Sampling, integer
+from lily.tokenizer import Tokenizer
+
+_log = logging.getLogger("lily")
+_log.addHandler(logging.NullHandler())
+
+MAX_TOKENS = 32_768  # of an answer for which the caller set no limit: one that never ends must end somewhere
+
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+class Engine:
+    """The core's session for one checkpoint, with what belongs to the checkpoint beside the weights.
+
+    tokenizer, template (None if the checkpoint has none), defaults: what the files say.
+    config: dict of the model's dimensions.  context, vocab: int, in tokens.
+    """
+
+    def __init__(self, folder: Path, options: dict[str, str]) -> None:
+        """Load a checkpoint.
+
+        Raises ModelFilesError for files at fault, ValueError for an option, DeviceError from the device.
+        """
+        weights = _core.Weights(str(folder))
+        for warning in weights.warnings:
+            _log.warning("%s: %s", folder, warning)
+        self.folder = folder
+        self.config: dict[str, Any] = weights.config
+        self.context = int(self.config["max_positions"])
+        self.vocab = int(self.config["vocab"])
+        self.weight_bytes = weights.bytes
+        self.tensors = weights.tensors
+        self.skipped_tensors = weights.skipped
+        self.fingerprint = weights.fingerprint
+        self.tokenizer = Tokenizer.load(folder)
+        self.template = ChatTemplate.load(folder)
+        self.defaults = Sampling.load(folder)
+        self._session: _core.Session | None = _core.Session(weights, options)
+        self._gone = ""
+        _engines.add(self)
+
+    @property
+    def session(self) -> _core.Session:
+        """The core's session; LilyError if it can't be used any more."""
+        session = self._session  # read once: another thread may close it at any moment
+        if session is None:
+            raise LilyError(self._gone)
+        return session
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can't be used any more."""
+        return self._session is None
+
+    def close(self) -> None:
+        """Let go of the weights and of the core's memory, once the calls under way are done."""
+        if self._session is not None:
+            self._gone = f"the model of {self.folder} is closed; load it again with lily.Model.load"
+            self._session = None
+
+    def tokens(self, name: str, values: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int32]:
+        """Return token ids as an (n,) int32 array.
+
+        name: what to call them in errors.
+        Raises TypeError unless they are a flat sequence of ints, ValueError if one is outside the vocabulary
+        or there is none.
+        """
+        try:
+            array = np.asarray(values)
+        except (ValueError, OverflowError) as error:  # ragged, or an int past all of NumPy's
+            raise TypeError(f"{name}: wanted a flat sequence of int token ids: {error}") from None
+        if array.size == 0:
+            raise ValueError(f"{name}: wanted at least one token, got none")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise TypeError(
+                f"{name}: wanted a flat sequence of int token ids, got shape {array.shape} of {array.dtype}"
+            )
+        outside = np.flatnonzero((array < 0) | (array >= self.vocab))
+        if outside.size:
+            i = int(outside[0])
+            raise ValueError(f"{name}[{i}]: wanted a token id from 0 to {self.vocab - 1}, got {array[i]}")
+        return array.astype(np.int32)
+
+    def check_room(self, tokens: int, room_for: int = 0) -> None:
+        """Raise ContextError unless the context holds `tokens`, and `room_for` more."""
+        if tokens + room_for > self.context:
+            more = " and have no room for an answer" if tokens <= self.context else ""
+            raise ContextError(
+                f"{tokens} tokens do not fit the context of {self.context}{more}; shorten the prompt"
+            )
+
+    def take_in(
+        self, tokens: NDArray[np.int32], state: _core.State | None = None, report: Report | None = None
+    ) -> _core.State:
+        """Return the state after more tokens, perhaps none.
+
+        state: what they continue, None for nothing; stays as it is.
+        """
+        session = self.session
+        grown = session.new_state() if state is None else session.fork(state)
+        if tokens.size:
+            session.extend(grown, tokens, report)
+        return grown
+
+    def request(
+        self,
+        tokens: NDArray[np.int32],
+        state: _core.State | None,
+        cached_tokens: int,
+        max_tokens: int | None,
+        sampling: Sampling,
+        stop_tokens: Iterable[int] | None,
+    ) -> Request:
+        """Check a generation that continues a state by tokens. Raises what Model.generate does."""
+        prompt = cached_tokens + len(tokens)
+        self.check_room(prompt, room_for=1)
+        room = self.context - prompt
+        most = min(room, MAX_TOKENS) if max_tokens is None else integer("max_tokens", max_tokens, 1, 2**63)
+        stop = self.tokenizer.stop
+        if stop_tokens is not None:
+            if not isinstance(stop_tokens, Iterable):
+                raise TypeError(f"stop_tokens: wanted token ids, got {type(stop_tokens).__name__}")
+            stop = frozenset(integer("stop_tokens", token, 0, self.vocab) for token in stop_tokens)
+        return Request(tokens, state, cached_tokens, sampling, min(most, room), stop)
+
+
+def _lose_sessions() -> None:
+    for engine in list(_engines):
+        if engine._session is not None:
+            engine._session = None
+            engine._gone = (
+                f"the model of {engine.folder} was loaded before this process was forked, and its threads "
+                "stayed with the parent; load it in the child, or start the child by multiprocessing's spawn"
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lose_sessions)
