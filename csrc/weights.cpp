@@ -146,6 +146,7 @@ class Binder {
 
     const StoredTensor* take(const std::string& name);
     void quantised(const std::string& module, const Shape& shape, const StoredTensor& weight, Linear& out);
+    int expected_bits(const std::string& module) const;
     void compare(const std::string& module, const Linear& linear);
     void warn_of_extra();
     std::string fingerprint() const;
@@ -177,7 +178,12 @@ Tensor view(const StoredTensor& tensor, DType type, int64_t rows, int64_t column
 Linear Binder::linear(const std::string& module, const Shape& shape) {
     Linear out;
     const StoredTensor* weight = take(module + ".weight");
-    if (!weight) return out;
+    if (!weight) {
+        for (const char* part : {".scales", ".biases"}) {
+            if (expected_bits(module) > 0) take(module + part);
+        }
+        return out;
+    }
     out.columns = shape.back();
     out.rows = 1;
     for (size_t i = 0; i + 1 < shape.size(); ++i) out.rows *= shape[i];
@@ -245,16 +251,19 @@ void Binder::quantised(const std::string& module, const Shape& shape, const Stor
     out.biases = view(*biases, type, out.rows, groups);
 }
 
+int Binder::expected_bits(const std::string& module) const {
+    const Config& c = weights_.config;
+    const auto named = c.override.find(module);
+    return named != c.override.end() ? named->second.bits : c.quantised ? c.quantisation.bits : 0;
+}
+
 // The tensors say how a module is stored; a config that says otherwise is worth a warning, for it may be a
 // wrong one.
 void Binder::compare(const std::string& module, const Linear& linear) {
-    if (!linear.weight) return;
-    const Config& c = weights_.config;
-    const auto found = c.override.find(module);
-    const bool named = found != c.override.end();
-    const int expected = named ? found->second.bits : c.quantised ? c.quantisation.bits : 0;
+    const int expected = expected_bits(module);
     // Converters leave a module unquantised without saying so when its width is no multiple of the group.
-    if (linear.bits == expected || (linear.bits == 0 && !named)) return;
+    const bool silent = linear.bits == 0 && !weights_.config.override.contains(module);
+    if (!linear.weight || linear.bits == expected || silent) return;
     const auto text = [](int bits) {
         return bits ? std::to_string(bits) + "-bit" : std::string("unquantised");
     };

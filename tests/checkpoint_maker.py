@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ ITEM_BYTES = {"U32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 class Stored(NamedTuple):
     """A tensor as a file has it. BF16 is kept as its 16 bits."""
 
-    type: str
+    dtype: str
     array: np.ndarray
 
 
@@ -56,16 +57,16 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def store(values: np.ndarray, type: str) -> Stored:
+def store(values: np.ndarray, dtype: str) -> Stored:
     """Convert float32 values to a stored type."""
-    if type == "BF16":
-        return Stored(type, to_bf16(values))
-    return Stored(type, values.astype({"F16": np.float16, "F32": np.float32}[type]))
+    if dtype == "BF16":
+        return Stored(dtype, to_bf16(values))
+    return Stored(dtype, values.astype({"F16": np.float16, "F32": np.float32}[dtype]))
 
 
 def widen(stored: Stored) -> np.ndarray:
     """The float32 values of a stored tensor."""
-    if stored.type == "BF16":
+    if stored.dtype == "BF16":
         return (stored.array.astype(np.uint32) << 16).view(np.float32)
     return stored.array.astype(np.float32)
 
@@ -91,13 +92,13 @@ def quantise(values: np.ndarray, bits: int = 4, group: int = 64) -> tuple[np.nda
     return packed.astype(np.uint32), scale[..., 0], bias[..., 0]
 
 
-def quantised(name: str, values: np.ndarray, bits: int = 4, type: str = "BF16") -> dict[str, Stored]:
+def quantised(name: str, values: np.ndarray, bits: int = 4, dtype: str = "BF16") -> dict[str, Stored]:
     """The three tensors of a quantised module."""
     packed, scales, biases = quantise(values, bits)
     return {
         f"{name}.weight": Stored("U32", packed),
-        f"{name}.scales": store(scales, type),
-        f"{name}.biases": store(biases, type),
+        f"{name}.scales": store(scales, dtype),
+        f"{name}.biases": store(biases, dtype),
     }
 
 
@@ -121,8 +122,8 @@ def make(seed: int = 0, **changes: Any) -> Checkpoint:
         if bits != 4:
             overrides[name] = {"group_size": 64, "bits": bits}
 
-    def vector(name: str, *shape: int, type: str = "BF16") -> None:
-        tensors[name] = store(1 + 0.1 * rng.standard_normal(shape, dtype=np.float32), type)
+    def vector(name: str, *shape: int, dtype: str = "BF16") -> None:
+        tensors[name] = store(1 + 0.1 * rng.standard_normal(shape, dtype=np.float32), dtype)
 
     linear(PREFIX + "embed_tokens", V, D)
     linear("language_model.lm_head", V, D)
@@ -140,7 +141,7 @@ def make(seed: int = 0, **changes: Any) -> Checkpoint:
             linear(path + "linear_attn.in_proj_a", sizes["linear_num_value_heads"], D)
             linear(path + "linear_attn.out_proj", D, delta_values)
             vector(path + "linear_attn.conv1d.weight", channels, taps, 1)
-            vector(path + "linear_attn.A_log", sizes["linear_num_value_heads"], type="F32")
+            vector(path + "linear_attn.A_log", sizes["linear_num_value_heads"], dtype="F32")
             vector(path + "linear_attn.dt_bias", sizes["linear_num_value_heads"])
             vector(path + "linear_attn.norm.weight", sizes["linear_value_head_dim"])
         else:
@@ -183,6 +184,12 @@ def make(seed: int = 0, **changes: Any) -> Checkpoint:
     return Checkpoint(tensors, config)
 
 
+@cache
+def made() -> Checkpoint:
+    """The checkpoint of make(), made once. Copy it before changing it."""
+    return make()
+
+
 def file_bytes(header: bytes, data: bytes = b"") -> bytes:
     """A safetensors file with this header, well-formed or not."""
     return struct.pack("<Q", len(header)) + header + data
@@ -192,13 +199,13 @@ def header_of(tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """The header of a file that holds these tensors one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     at = 0
-    for name, (type, array) in tensors.items():
+    for name, (dtype, array) in tensors.items():
         header[name] = {
-            "dtype": type,
+            "dtype": dtype,
             "shape": list(array.shape),
-            "data_offsets": [at, at + array.size * ITEM_BYTES[type]],
+            "data_offsets": [at, at + array.size * ITEM_BYTES[dtype]],
         }
-        at += array.size * ITEM_BYTES[type]
+        at += array.size * ITEM_BYTES[dtype]
     return header
 
 
