@@ -1,4 +1,6 @@
+import builtins
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -6,7 +8,7 @@ from numpy.typing import NDArray
 
 class Weights:
     """A checkpoint's files, checked and mapped."""
-    def __init__(self, directory: str) -> None: ...
+    def __init__(self, directory: str | PathLike[str]) -> None: ...
     @property
     def config(self) -> dict[str, Any]: ...
     @property
@@ -19,6 +21,8 @@ class Weights:
     def warnings(self) -> list[str]: ...
     @property
     def fingerprint(self) -> str: ...
+    def tensor_table(self) -> list[tuple[str, str, tuple[int, ...]]]: ...
+    def tensor_bytes(self, name: str) -> builtins.bytes: ...
 
 class State:
     @property
