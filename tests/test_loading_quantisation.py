@@ -160,6 +160,7 @@ def test_mxfp4_is_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:
             "wanted U32 [128, 32] (4-bit) or [128, 64] (8-bit)",
         ),
         ("weight", Stored("U32", np.zeros((128, 31), np.uint32)), "got U32 [128, 31]"),
+        ("weight", Stored("U32", np.zeros((128, 512), np.uint32)), "got U32 [128, 512]"),
         ("weight", Stored("U32", np.zeros((128 * 32,), np.uint32)), "got U32 [4096]"),
         ("weight", Stored("U32", np.zeros((128, 0), np.uint32)), "got U32 [128, 0]"),
         ("weight", Stored("U32", np.zeros((), np.uint32)), "got U32 []"),

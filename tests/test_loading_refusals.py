@@ -260,6 +260,14 @@ def test_json_is_read_strictly(tmp_path: Path, text: bytes, parts: list[str]) ->
     assert_says(refusal(tmp_path), "config.json: is not the JSON it should be", *parts)
 
 
+def test_json_escapes_mean_what_they_say(tiny: Checkpoint, tmp_path: Path) -> None:
+    write(tmp_path, tiny)
+    escaped = r'"hidden_act": "\"\\\/\u0041\u00e9\u20ac\ud83c\udf38\udbff\udfff\b\n"'
+    text = json.dumps(tiny.config).replace('"hidden_act": "silu"', escaped)
+    (tmp_path / "config.json").write_text(text)
+    assert_says(refusal(tmp_path), 'got ""\\/Aé€🌸\U0010ffff\\x08\\x0a"')
+
+
 def test_json_values_are_read_exactly(tiny: Checkpoint, tmp_path: Path) -> None:
     """Escapes, characters beyond the basic plane, spaces, numbers in every notation."""
     write(tmp_path, tiny)
