@@ -52,7 +52,8 @@ std::string reason(int error) {
 int open_regular(const std::string& path, size_t& size) {
     struct stat link = {}, target = {};
     if (::lstat(path.c_str(), &link) != 0) {
-        fail(path, errno == ENOENT ? "no such file (incomplete download?). Download it, or check the path." : reason(errno) + ".");
+        fail(path, errno == ENOENT ? "no such file (incomplete download?). Download it, or check the path."
+                                   : reason(errno) + ".");
     }
     if (::stat(path.c_str(), &target) != 0) {
         const int error = errno;
