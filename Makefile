@@ -1,0 +1,76 @@
+# Lily's commands; `make help` lists them. All but `make toolchain` install into $(VENV) and nowhere else.
+#   PYTHON=python3.12 make test     with another interpreter
+#   make test ARGS="-k loading"     with arguments for pytest
+PYTHON ?= $(shell tools/check.sh python)
+VENV ?= .venv
+ARGS ?=
+# Settings of the native build, in pip's spelling; `make sanitize` sets them.
+SETTINGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
+	$(shell find csrc src/lily -type f ! -name '*.pyc' ! -name '*.so')
+SANITIZED := build/sanitized
+SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON
+
+.PHONY: help demo test test-long sanitize toolchain lint format stubs docs clean FORCE
+.DEFAULT_GOAL := help
+
+help:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s  %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/installed  ## build, install, and write a story with the embedded checkpoint
+	$(VENV)/bin/lily generate "Tell me a story about a fox." --seed 7
+
+test: $(VENV)/extra-test  ## build, install, and run the default suite: at most 10 minutes on two cores
+	@$(PY) tests/rungs.py
+	$(PY) -m pytest $(ARGS)
+
+test-long: $(VENV)/extra-test  ## load, fuzz and sanitizers: at most 45 minutes on two cores
+	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
+	@$(MAKE) sanitize
+
+sanitize:  ## the core's tests with the address and undefined-behaviour sanitizers (Linux)
+	@$(MAKE) VENV=$(SANITIZED) SETTINGS="$(SANITIZE)" $(SANITIZED)/extra-test
+	tools/sanitize.sh $(SANITIZED)/bin/python $(ARGS)
+
+toolchain:  ## install the compilers and emulators of the Linux rungs (asks apt; needs root)
+	tools/toolchain.sh
+
+lint: $(VENV)/extra-dev  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/extra-dev  ## ruff's and clang-format's layout, in place
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(shell find csrc tests -name '*.h' -o -name '*.cpp')
+
+stubs: $(VENV)/extra-test  ## regenerate what is committed but made from the core: _core.pyi and docs/options.md
+	$(PY) tools/generate.py
+
+docs: $(VENV)/extra-docs  ## build the documentation into site/
+	$(VENV)/bin/mkdocs build --strict
+
+clean:  ## remove everything that these commands made
+	$(RM) -r .venv build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+# The virtual environment, made anew when another interpreter is asked for.
+$(VENV)/interpreter: FORCE
+	@tools/check.sh venv "$(PYTHON)" "$(VENV)"
+
+# The wheel that users get, built as pip builds it; the native build folder is kept, so a second build is quick.
+$(VENV)/wheel/built: $(VENV)/interpreter $(SOURCES)
+	@$(RM) -r $(VENV)/wheel
+	$(PIP) wheel --no-deps --wheel-dir $(VENV)/wheel $(SETTINGS) .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/wheel/built
+	$(PIP) install --quiet --no-deps --force-reinstall $(VENV)/wheel/*.whl
+	$(PIP) install --quiet $(VENV)/wheel/*.whl
+	@touch $@
+
+$(VENV)/extra-%: $(VENV)/installed
+	$(PIP) install --quiet "$$(echo $(VENV)/wheel/*.whl)[$*]"
+	@touch $@

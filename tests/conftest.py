@@ -1,0 +1,7 @@
+"""What the whole suite shares: how hard hypothesis looks."""
+
+from hypothesis import settings
+
+settings.register_profile("default", max_examples=50, deadline=None)
+settings.register_profile("long", max_examples=2000, deadline=None)
+settings.load_profile("default")

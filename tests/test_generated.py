@@ -1,0 +1,43 @@
+"""What is committed but made from the core, the stub and the table of options, is what the core says now."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unsanitized
+ROOT = Path(__file__).parent.parent
+
+
+def check(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / "generate.py", "--check", "--root", root]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_generated_files_are_up_to_date() -> None:
+    run = check(ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("src/lily/_core.pyi", "def option_list(", "def options("),
+        ("docs/options.md", "`LILY_THREADS`", "`THREADS`"),
+    ],
+)
+def test_a_stale_file_is_found(tmp_path: Path, file: str, old: str, new: str) -> None:
+    for name in ("src/lily/_core.pyi", "docs/options.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    run = check(tmp_path)
+    assert run.returncode == 1
+    assert (
+        f"+{text.splitlines()[next(i for i, line in enumerate(text.splitlines()) if old in line)]}"
+        in run.stdout
+    )
