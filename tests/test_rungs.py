@@ -1,4 +1,4 @@
-"""The core without Python (core_story.cpp): built by another compiler, for another machine, and to find leaks.
+"""The core without Python (core_story.cpp): from another compiler, on another machine, and checked for leaks.
 
 Each build must continue a prompt with the same tokens as the installed package. Rungs that cannot run here
 are skipped by name; with LILY_RUNGS=all they fail.
