@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "json.h": LEAVES,
     "safetensors.h": f"{LEAVES} json.h",
     "json.cpp": f"{LEAVES} json.h",
-    "config.cpp": f"{LEAVES} json.h",
+    "config.cpp": f"{LEAVES} json.h safetensors.h",
     "options.cpp": f"{LEAVES} options.h",
     "safetensors.cpp": f"{LEAVES} json.h safetensors.h",
     "weights.h": LEAVES,
@@ -36,6 +36,7 @@ MAY_INCLUDE = {
     "state.cpp": MODEL,  # it allocates and copies through Ops
     "forward.*": f"{MODEL} forward.h",
     "session.*": f"{MODEL} forward.h session.h",
+    "backends.cpp": f"{MODEL} cpu/backend.h",  # the factory, which knows what there is
     "bind.cpp": f"{MODEL} forward.h session.h options.h",
     "cpu/*": f"{MODEL} cpu/*",
 }

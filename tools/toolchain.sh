@@ -23,6 +23,15 @@ if ! command -v apt-get >/dev/null 2>&1; then
     exit 1
 fi
 
+all_there() {
+    states=$(dpkg-query -W -f '${db:Status-Status}\n' "$@" 2>/dev/null) && ! echo "$states" | grep -qvx installed
+}
+# shellcheck disable=SC2086  # one word a package
+if all_there $build $rungs; then
+    echo "toolchain: all there: $build $rungs"
+    exit 0
+fi
+
 as_root=""
 if [ "$(id -u)" -ne 0 ]; then
     if ! command -v sudo >/dev/null 2>&1; then
