@@ -14,15 +14,15 @@ find_python() {
 }
 
 compiles_cxx20() {
-    folder=$(mktemp -d)
+    scratch=$(mktemp -d)
     printf '%s\n' '#include <span>' '#include <thread>' 'struct Size { int rows, columns; };' \
         'template <class T> requires(sizeof(T) > 1) T area(std::span<T> s) { return s[0] * s[1]; }' \
-        'int main() { int n[] = {0, 1}; Size z{.rows = 1, .columns = 1}; return area<int>(n) * z.rows; }' > "$folder/cxx20.cpp"
+        'int main() { int n[] = {0, 1}; Size z{.rows = 1, .columns = 1}; return area<int>(n) * z.rows; }' > "$scratch/cxx20.cpp"
     status=1
     for compiler in ${CXX:-c++ g++ clang++}; do
-        if "$compiler" -std=c++20 "$folder/cxx20.cpp" -o "$folder/cxx20" 2>/dev/null; then status=0; break; fi
+        if "$compiler" -std=c++20 "$scratch/cxx20.cpp" -o "$scratch/cxx20" 2>/dev/null; then status=0; break; fi
     done
-    rm -r "$folder"
+    rm -r "$scratch"
     return $status
 }
 
