@@ -60,10 +60,17 @@ clean:  ## remove everything that these commands made
 $(VENV)/interpreter: FORCE
 	@tools/check.sh venv "$(PYTHON)" "$(VENV)"
 
-# The wheel that users get, built as pip builds it; the native build folder is kept, so a second build is quick.
-$(VENV)/wheel/built: $(VENV)/interpreter $(SOURCES)
+# What pip would put into a fresh environment for every build. Here it stays, and with it CMake's cache is good for the
+# next build, which then compiles only what changed.
+$(VENV)/build-requires: pyproject.toml $(VENV)/interpreter
+	$(PY) -c 'import tomllib; print(*tomllib.load(open("$<", "rb"))["build-system"]["requires"], sep="\n")' > $@.txt
+	$(PIP) install --quiet -r $@.txt "cmake>=3.26" ninja
+	@touch $@
+
+# The wheel that users get.
+$(VENV)/wheel/built: $(VENV)/build-requires $(SOURCES)
 	@$(RM) -r $(VENV)/wheel
-	$(PIP) wheel --no-deps --wheel-dir $(VENV)/wheel $(SETTINGS) .
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(VENV)/wheel $(SETTINGS) .
 	@touch $@
 
 $(VENV)/installed: $(VENV)/wheel/built
