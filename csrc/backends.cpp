@@ -37,8 +37,8 @@ const Kernels& choose(const std::string& simd) {
 }  // namespace
 
 std::unique_ptr<Ops> make_ops(const std::string& device, const Weights& weights, const OpsOptions& options) {
-    LILY_CHECK(std::invalid_argument, device == "auto" || device == "cpu", "device: wanted auto or cpu, got '%s'",
-               device.c_str());
+    LILY_CHECK(std::invalid_argument, device == "auto" || device == "cpu",
+               "device: wanted auto or cpu, got '%s'", device.c_str());
     return std::make_unique<CpuOps>(weights, options, choose(options.simd));
 }
 

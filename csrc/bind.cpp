@@ -1,4 +1,5 @@
-// The Python module lily._core: the only file that knows Python. It checks types and shapes, drops the GIL, and calls.
+// The Python module lily._core: the only file that knows Python. It checks types and shapes, drops the GIL,
+// and calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
@@ -165,22 +166,36 @@ nb::bytes tensor_bytes(const SharedWeights& self, const std::string& wanted) {
 void bind_weights(nb::module_& m) {
     nb::class_<SharedWeights>(m, "Weights", "A checkpoint's files, checked and mapped.")
         .def(nb::init<const std::filesystem::path&>(), "directory"_a,
-             nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("config", [](const SharedWeights& self) { return config_dict(self.weights->config); })
-        .def_prop_ro("bytes", [](const SharedWeights& self) { return self.weights->bytes; })
-        .def_prop_ro("tensors", [](const SharedWeights& self) { return self.weights->tensors; })
-        .def_prop_ro("skipped", [](const SharedWeights& self) { return self.weights->skipped; })
+             nb::call_guard<nb::gil_scoped_release>(),
+             nb::sig("def __init__(self, directory: str | os.PathLike[str]) -> None"))
+        .def_prop_ro(
+            "config", [](const SharedWeights& self) { return config_dict(self.weights->config); },
+            nb::for_getter(nb::sig("def config(self) -> dict[str, typing.Any]")), "The model's dimensions.")
+        .def_prop_ro(
+            "nbytes", [](const SharedWeights& self) { return self.weights->bytes; },
+            "Bytes of the bound tensors.")
+        .def_prop_ro(
+            "tensors", [](const SharedWeights& self) { return self.weights->tensors; }, "How many are bound.")
+        .def_prop_ro(
+            "skipped", [](const SharedWeights& self) { return self.weights->skipped; },
+            "Vision and multi-token-prediction tensors, not read.")
         .def_prop_ro("warnings", [](const SharedWeights& self) { return self.weights->warnings; })
-        .def_prop_ro("fingerprint", [](const SharedWeights& self) { return self.weights->fingerprint; })
+        .def_prop_ro(
+            "fingerprint", [](const SharedWeights& self) { return self.weights->fingerprint; },
+            "Equal for equal checkpoints, however sharded.")
         .def("tensor_table", &tensor_table,
-             "Name, type and shape of every bound tensor, under the core's names.")
-        .def("tensor_bytes", &tensor_bytes, "name"_a, "A copy of one bound tensor's bytes.");
+             "Name, type and shape of every bound tensor, under the core's names.",
+             nb::sig("def tensor_table(self) -> list[tuple[str, str, tuple[int, ...]]]"))
+        .def("tensor_bytes", &tensor_bytes, "name"_a, "A copy of one bound tensor's bytes.",
+             nb::sig("def tensor_bytes(self, name: str) -> bytes"));
 }
 
 using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatArray = nb::ndarray<nb::numpy, float>;
 
-std::span<const int32_t> span_of(const Tokens& tokens) { return {tokens.data(), tokens.shape(0)}; }
+std::span<const int32_t> span_of(const Tokens& tokens) {
+    return {tokens.data(), tokens.shape(0)};
+}
 
 // A NumPy array that owns its memory.
 FloatArray new_array(std::initializer_list<size_t> shape) {
@@ -188,7 +203,8 @@ FloatArray new_array(std::initializer_list<size_t> shape) {
     for (size_t n : shape) size *= n;
     auto data = std::make_unique<float[]>(size);
     float* pointer = data.release();
-    return FloatArray(pointer, shape, nb::capsule(pointer, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
+    return FloatArray(pointer, shape,
+                      nb::capsule(pointer, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
 }
 
 // Progress into Python: takes the GIL back, and lets Ctrl-C through even when nobody listens.
@@ -215,15 +231,18 @@ struct PySession {
         for (const auto& [name, value] : given) options.set(name, value);
         options.check();
         const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
-        const int chunk = static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
+        const int chunk =
+            static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;
         session = std::make_unique<Session>(
-            weights, make_ops(options.device, *weights, {options.threads, chunk, kv, options.simd}), chunk, kv);
+            weights, make_ops(options.device, *weights, {options.threads, chunk, kv, options.simd}), chunk,
+            kv);
     }
 
     const LayerWeights& layer(int index) const {
         if (index < 0 || index >= weights->config.layers)
-            throw nb::index_error(format("layer: wanted 0 to %d, got %d", weights->config.layers - 1, index).c_str());
+            throw nb::index_error(
+                format("layer: wanted 0 to %d, got %d", weights->config.layers - 1, index).c_str());
         return weights->layers[static_cast<size_t>(index)];
     }
 };
@@ -266,40 +285,46 @@ Tensor activation(PySession& s, const std::string& name) {
     throw std::invalid_argument("no activation '" + name + "'");
 }
 
-void set_activation(PySession& s, const std::string& name, const nb::ndarray<const float, nb::ndim<2>, nb::c_contig>& rows) {
+void set_activation(PySession& s, const std::string& name,
+                    const nb::ndarray<const float, nb::ndim<2>, nb::c_contig>& rows) {
     const Tensor t = activation(s, name);
     if (static_cast<int64_t>(rows.shape(0)) > t.shape[0] || static_cast<int64_t>(rows.shape(1)) != t.shape[1])
-        throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu", name.c_str(),
-                                           static_cast<long long>(t.shape[0]), static_cast<long long>(t.shape[1]),
-                                           rows.shape(0), rows.shape(1)));
+        throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu",
+                                           name.c_str(), static_cast<long long>(t.shape[0]),
+                                           static_cast<long long>(t.shape[1]), rows.shape(0), rows.shape(1)));
     if (t.dtype == DType::f32) {
         std::copy_n(rows.data(), rows.size(), t.as<float>());
     } else {
-        std::transform(rows.data(), rows.data() + rows.size(), t.as<int32_t>(), [](float v) { return static_cast<int32_t>(v); });
+        std::transform(rows.data(), rows.data() + rows.size(), t.as<int32_t>(),
+                       [](float v) { return static_cast<int32_t>(v); });
     }
 }
 
 FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
     const Tensor t = activation(s, name);
-    if (static_cast<int64_t>(rows) > t.shape[0]) throw std::invalid_argument("rows: more than the activation holds");
+    if (static_cast<int64_t>(rows) > t.shape[0])
+        throw std::invalid_argument("rows: more than the activation holds");
     FloatArray out = new_array({rows, static_cast<size_t>(t.shape[1])});
     for (size_t i = 0; i < out.size(); ++i)
         out.data()[i] = t.dtype == DType::f32 ? t.as<float>()[i] : static_cast<float>(t.as<int32_t>()[i]);
     return out;
 }
 
-void run_op(PySession& s, const std::string& name, int index, const std::vector<std::pair<State*, Tokens>>& parts) {
+void run_op(PySession& s, const std::string& name, int index,
+            const std::vector<std::pair<State*, Tokens>>& parts) {
     std::vector<int32_t> tokens;
     std::vector<Segment> segments;
     Ops& ops = s.session->ops();
     for (const auto& [state, ids] : parts) {
         const auto span = span_of(ids);
         state->prepare(static_cast<int64_t>(span.size()), ops);
-        segments.push_back({state, static_cast<int>(tokens.size()), static_cast<int>(span.size()), state->length()});
+        segments.push_back(
+            {state, static_cast<int>(tokens.size()), static_cast<int>(span.size()), state->length()});
         tokens.insert(tokens.end(), span.begin(), span.end());
     }
     const Batch batch{tokens, segments, static_cast<int>(tokens.size())};
-    if (batch.rows > ops.activations().x.shape[0]) throw std::invalid_argument("tokens: more than a pass holds");
+    if (batch.rows > ops.activations().x.shape[0])
+        throw std::invalid_argument("tokens: more than a pass holds");
     if (name == "forward") return forward(*s.weights, ops, batch);
     if (name == "embed") return ops.embed(s.weights->embedding, batch);
     using Step = void (Ops::*)(const LayerWeights&, const Batch&);
@@ -313,82 +338,114 @@ void run_op(PySession& s, const std::string& name, int index, const std::vector<
     (ops.*step->second)(s.layer(index), batch);
 }
 
+#define LILY_PROGRESS "progress: collections.abc.Callable[[int, int], None] | None = None"
+
 void bind_session(nb::module_& m) {
     nb::class_<State>(m, "State", "Everything one sequence leaves behind after its tokens.")
         .def_prop_ro("length", &State::length, "Tokens taken in so far.")
-        .def_prop_ro("bytes", &State::bytes, "Bytes of memory this state refers to, shared with forks or not.")
+        .def_prop_ro("nbytes", &State::bytes,
+                     "Bytes of memory this state refers to, shared with forks or not.")
         .def_prop_ro("has_logits", &State::has_logits, "Whether the logits of the last token are at hand.");
 
     nb::class_<PySession>(m, "Session", "A checkpoint on a device, and the loops that drive it.")
-        .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a, "options"_a)
-        .def_prop_ro("device", [](PySession& s) { return s.session->ops().name(); }, "The backend and its code path.")
-        .def_prop_ro("threads", [](PySession& s) { return s.session->ops().threads(); })
-        .def_prop_ro("scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
-                     "Bytes allocated besides weights and states; fixed when the session is made.")
-        .def_prop_ro("options", [](PySession& s) { return s.options.values(); })
-        .def("new_state", [](PySession& s) { return s.session->new_state(); }, nb::call_guard<nb::gil_scoped_release>())
-        .def("fork", [](PySession& s, const State& state) { return s.session->fork(state); }, "state"_a,
-             nb::call_guard<nb::gil_scoped_release>(), "A copy that shares memory until one of the two is extended.")
-        .def("extend",
-             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
-                 const Progress report = progress_of(progress);
-                 nb::gil_scoped_release no_gil;
-                 s.session->extend(state, span_of(tokens), report);
-             },
-             "state"_a, "tokens"_a, "progress"_a = nb::none(), "Take tokens in; the state then holds the last one's logits.",
-             nb::sig("def extend(self, state: State, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,))], "
-                     "progress: Callable[[int, int], None] | None = None) -> None"))
-        .def("sample",
-             [](PySession& s, State& state, double temperature, int top_k, double top_p, uint64_t seed) {
-                 nb::gil_scoped_release no_gil;
-                 return s.session->sample(state, sampling_of(temperature, top_k, top_p, seed));
-             },
-             "state"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Draw the token that follows.")
-        .def("step",
-             [](PySession& s, State& state, int32_t token, double temperature, int top_k, double top_p, uint64_t seed) {
-                 nb::gil_scoped_release no_gil;
-                 return s.session->step(state, token, sampling_of(temperature, top_k, top_p, seed));
-             },
-             "state"_a, "token"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Take a token in and draw the next.")
-        .def("logits",
-             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
-                 const Progress report = progress_of(progress);
-                 FloatArray out = new_array({tokens.shape(0), static_cast<size_t>(s.weights->config.vocab)});
-                 nb::gil_scoped_release no_gil;
-                 s.session->logits(state, span_of(tokens), out.data(), report);
-                 return out;
-             },
-             "state"_a, "tokens"_a, "progress"_a = nb::none(), "Take tokens in; returns (T, V) float32, every row's logits.",
-             nb::sig("def logits(self, state: State, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,))], "
-                     "progress: Callable[[int, int], None] | None = None) -> NDArray[numpy.float32]"))
-        .def("last_logits",
-             [](PySession& s, const State& state) {
-                 if (!state.has_logits()) throw std::invalid_argument("the state holds no token's logits");
-                 const auto vocab = static_cast<size_t>(s.weights->config.vocab);
-                 FloatArray out = new_array({vocab});
-                 std::copy_n(state.logits(), vocab, out.data());
-                 return out;
-             },
-             "state"_a, "The last token's logits, (V,) float32.")
+        .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a,
+             "options"_a)
+        .def_prop_ro(
+            "device", [](PySession& s) { return s.session->ops().name(); }, "The backend and its code path.")
+        .def_prop_ro(
+            "threads", [](PySession& s) { return s.session->ops().threads(); },
+            "Threads that share the work.")
+        .def_prop_ro(
+            "scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
+            "Bytes allocated besides weights and states; fixed when the session is made.")
+        .def_prop_ro(
+            "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
+        .def(
+            "new_state", [](PySession& s) { return s.session->new_state(); },
+            nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "fork", [](PySession& s, const State& state) { return s.session->fork(state); }, "state"_a,
+            nb::call_guard<nb::gil_scoped_release>(),
+            "A copy that shares memory until one of the two is extended.")
+        .def(
+            "extend",
+            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+                const Progress report = progress_of(progress);
+                nb::gil_scoped_release no_gil;
+                s.session->extend(state, span_of(tokens), report);
+            },
+            "state"_a, "tokens"_a, "progress"_a = nb::none(),
+            "Take tokens in; the state then holds the last one's logits.",
+            nb::sig("def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_PROGRESS
+                    ") -> None"))
+        .def(
+            "sample",
+            [](PySession& s, State& state, double temperature, int top_k, double top_p, uint64_t seed) {
+                nb::gil_scoped_release no_gil;
+                return s.session->sample(state, sampling_of(temperature, top_k, top_p, seed));
+            },
+            "state"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Draw the token that follows.")
+        .def(
+            "step",
+            [](PySession& s, State& state, int32_t token, double temperature, int top_k, double top_p,
+               uint64_t seed) {
+                nb::gil_scoped_release no_gil;
+                return s.session->step(state, token, sampling_of(temperature, top_k, top_p, seed));
+            },
+            "state"_a, "token"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a,
+            "Take a token in and draw the next.")
+        .def(
+            "logits",
+            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+                const Progress report = progress_of(progress);
+                FloatArray out = new_array({tokens.shape(0), static_cast<size_t>(s.weights->config.vocab)});
+                nb::gil_scoped_release no_gil;
+                s.session->logits(state, span_of(tokens), out.data(), report);
+                return out;
+            },
+            "state"_a, "tokens"_a, "progress"_a = nb::none(),
+            "Take tokens in; returns (T, V) float32, every row's logits.",
+            nb::sig("def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_PROGRESS
+                    ") -> numpy.typing.NDArray[numpy.float32]"))
+        .def(
+            "last_logits",
+            [](PySession& s, const State& state) {
+                if (!state.has_logits()) throw std::invalid_argument("the state holds no token's logits");
+                const auto vocab = static_cast<size_t>(s.weights->config.vocab);
+                FloatArray out = new_array({vocab});
+                std::copy_n(state.logits(), vocab, out.data());
+                return out;
+            },
+            "state"_a, "The last token's logits, (V,) float32.")
         .def("layer_state", &layer_state, "state"_a, "layer"_a,
-             "A layer's state in float32: keys and values (G, T, Dh), or conv (C - 1, channels) and S (Hv, Dv, Dk).")
-        .def("_sample_from",
-             [](PySession& s, const nb::ndarray<const float, nb::ndim<1>, nb::c_contig>& logits, double temperature, int top_k,
-                double top_p, uint64_t seed, int64_t position) {
-                 return s.session->ops().sample(logits.data(), static_cast<int>(logits.shape(0)),
-                                                sampling_of(temperature, top_k, top_p, seed), position);
-             },
-             "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "position"_a)
-        .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a, "Run one op over [(state, tokens), ...], for tests.")
-        .def("_advance", [](PySession&, State& state, int64_t tokens) { state.advance(tokens); }, "state"_a, "tokens"_a)
+             "A layer's state in float32: keys and values (G, T, Dh), or conv (C - 1, channels) and S (Hv, "
+             "Dv, Dk).",
+             nb::sig("def layer_state(self, state: State, layer: int) -> "
+                     "tuple[numpy.typing.NDArray[numpy.float32], numpy.typing.NDArray[numpy.float32]]"))
+        .def(
+            "_sample_from",
+            [](PySession& s, const nb::ndarray<const float, nb::ndim<1>, nb::c_contig>& logits,
+               double temperature, int top_k, double top_p, uint64_t seed, int64_t position) {
+                return s.session->ops().sample(logits.data(), static_cast<int>(logits.shape(0)),
+                                               sampling_of(temperature, top_k, top_p, seed), position);
+            },
+            "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "position"_a)
+        .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
+             "Run one op over [(state, tokens), ...], for tests.")
+        .def(
+            "_advance", [](PySession&, State& state, int64_t tokens) { state.advance(tokens); }, "state"_a,
+            "tokens"_a)
         .def("_set", &set_activation, "name"_a, "rows"_a)
         .def("_get", &get_activation, "name"_a, "rows"_a);
 
-    m.def("option_list", [] {
-        std::vector<std::tuple<std::string, std::string, std::string, std::string>> list;
-        for (const OptionInfo& o : option_list()) list.emplace_back(o.name, o.type, o.standard, o.text);
-        return list;
-    }, "Every option: name, type, default, what it does.");
+    m.def(
+        "option_list",
+        [] {
+            std::vector<std::tuple<std::string, std::string, std::string, std::string>> list;
+            for (const OptionInfo& o : option_list()) list.emplace_back(o.name, o.type, o.standard, o.text);
+            return list;
+        },
+        "Every option: name, type, default, what it does.");
 }
 
 }  // namespace

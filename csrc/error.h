@@ -34,12 +34,14 @@ std::string format(const char* pattern, Arguments... arguments) {
     return text;
 }
 
-inline std::string format(const char* text) { return text; }
+inline std::string format(const char* text) {
+    return text;
+}
 
 }  // namespace lily
 
 // Throws TYPE with a printf-style message unless CONDITION holds.
-#define LILY_CHECK(TYPE, CONDITION, ...)                             \
-    do {                                                             \
-        if (!(CONDITION)) throw TYPE(::lily::format(__VA_ARGS__));   \
+#define LILY_CHECK(TYPE, CONDITION, ...)                           \
+    do {                                                           \
+        if (!(CONDITION)) throw TYPE(::lily::format(__VA_ARGS__)); \
     } while (false)

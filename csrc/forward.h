@@ -5,8 +5,8 @@
 
 namespace lily {
 
-// Takes the batch's tokens in: every segment's state advances by its length. Afterwards the activation x holds the
-// residual stream after the last layer.
+// Takes the batch's tokens in: every segment's state advances by its length. Afterwards the activation x
+// holds the residual stream after the last layer.
 void forward(const Weights& weights, Ops& ops, const Batch& batch);
 
 }  // namespace lily

@@ -51,7 +51,7 @@ void append_utf8(std::string& out, uint32_t code) {
 }  // namespace
 
 class JsonParser {
-  public:
+   public:
     explicit JsonParser(std::string_view text) : text_(text) {}
 
     Json document() {
@@ -61,7 +61,7 @@ class JsonParser {
         return json;
     }
 
-  private:
+   private:
     [[noreturn]] void fail(const std::string& what) const {
         size_t line = 1, start = 0;
         for (size_t i = 0; i < at_ && i < text_.size(); ++i) {

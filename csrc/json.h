@@ -20,7 +20,7 @@ struct JsonError : std::runtime_error {
 };
 
 class Json {
-  public:
+   public:
     using Array = std::vector<Json>;
     using Object = std::map<std::string, Json, std::less<>>;
 
@@ -46,7 +46,7 @@ class Json {
     // For an error message: a scalar as it is written (long strings cut), otherwise its kind.
     std::string describe() const;
 
-  private:
+   private:
     friend class JsonParser;
 
     template <class T>

@@ -15,16 +15,16 @@ namespace lily {
 // A run of consecutive tokens of one sequence inside a batch.
 struct Segment {
     State* state;
-    int row;           // its first row in the batch
+    int row;  // its first row in the batch
     int length;
     int64_t position;  // of its first token in the sequence
 };
 
 // T rows: one segment when a prompt is taken in, one or several of length 1 when sequences are continued.
 struct Batch {
-    std::span<const int32_t> tokens;      // (T)
+    std::span<const int32_t> tokens;  // (T)
     std::span<const Segment> segments;
-    int rows = 0;                         // T
+    int rows = 0;  // T
 
     const Segment& segment_of(int64_t row) const {
         size_t i = 0;
@@ -33,6 +33,7 @@ struct Batch {
     }
 };
 
+// clang-format off
 // What flows between the steps. Allocated once for the largest T; each row belongs to one token.
 //      name        width of a row                  type   written by    holds
 #define LILY_ACTIVATIONS(X)                                                                                   \
@@ -44,15 +45,15 @@ struct Batch {
     X(qg,           c.heads * 2 * c.head_dim,       f32)  /* attn_in: per head Dh query, Dh gate */           \
     X(k,            c.kv_heads * c.head_dim,        f32)  /* attn_in */                                       \
     X(v,            c.kv_heads * c.head_dim,        f32)  /* attn_in */                                       \
-    X(y,            c.value_heads * c.value_dim > c.heads * c.head_dim ? c.value_heads * c.value_dim          \
-                        : c.heads * c.head_dim,     f32)  /* gdn_mix, attn_mix: the mixer's output */         \
+    X(y,            c.mixer_width(),                f32)  /* gdn_mix, attn_mix: the mixer's output */         \
     X(h,            c.hidden,                       f32)  /* moe_route: the normed residual */                \
     X(router,       c.experts,                      f32)  /* moe_route: router logits */                      \
     X(shared_gate,  1,                              f32)  /* moe_route: logit of the shared expert's gate */  \
     X(shared,       c.shared_width,                 f32)  /* moe_route: shared expert after SwiGLU */         \
     X(expert,       c.experts_per_token,            i32)  /* moe_up: chosen experts, best first */            \
     X(weight,       c.experts_per_token,            f32)  /* moe_up: their weights, which sum to 1 */         \
-    X(hidden,       c.experts_per_token * c.expert_width, f32)  /* moe_up: chosen experts after SwiGLU */
+    X(hidden,       c.hidden_width(),               f32)  /* moe_up: chosen experts after SwiGLU */
+// clang-format on
 
 struct Activations {
 #define LILY_FIELD(name, width, type) Tensor name;
@@ -71,9 +72,9 @@ struct Ops {
     virtual ~Ops() = default;
 
     virtual const Activations& activations() const = 0;
-    virtual std::string name() const = 0;            // the backend and the code path it chose, "cpu avx512"
+    virtual std::string name() const = 0;  // the backend and the code path it chose, "cpu avx512"
     virtual int threads() const = 0;
-    virtual size_t scratch_bytes() const = 0;        // all it allocated besides weights and states
+    virtual size_t scratch_bytes() const = 0;  // all it allocated besides weights and states
 
     // Zero-filled memory for states, and copies of it.
     virtual Memory allocate(size_t bytes) = 0;
@@ -81,15 +82,17 @@ struct Ops {
 
     // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
     virtual void embed(const Linear& embedding, const Batch&) = 0;
-    virtual void gdn_in(const LayerWeights&, const Batch&) = 0;     // norm, projections
-    virtual void gdn_mix(const LayerWeights&, const Batch&) = 0;    // conv, gates, delta rule
-    virtual void gdn_out(const LayerWeights&, const Batch&) = 0;    // gated norm, out projection, residual
-    virtual void attn_in(const LayerWeights&, const Batch&) = 0;    // norm, q, gate, k, v
-    virtual void attn_mix(const LayerWeights&, const Batch&) = 0;   // q/k norm, RoPE, append, attention, gate
-    virtual void attn_out(const LayerWeights&, const Batch&) = 0;   // out projection, residual
-    virtual void moe_route(const LayerWeights&, const Batch&) = 0;  // norm, router, shared expert's gate and up
-    virtual void moe_up(const LayerWeights&, const Batch&) = 0;     // top-k, chosen experts' gate and up
-    virtual void moe_down(const LayerWeights&, const Batch&) = 0;   // down, weighted sum, shared expert, residual
+    virtual void gdn_in(const LayerWeights&, const Batch&) = 0;    // norm, projections
+    virtual void gdn_mix(const LayerWeights&, const Batch&) = 0;   // conv, gates, delta rule
+    virtual void gdn_out(const LayerWeights&, const Batch&) = 0;   // gated norm, out projection, residual
+    virtual void attn_in(const LayerWeights&, const Batch&) = 0;   // norm, q, gate, k, v
+    virtual void attn_mix(const LayerWeights&, const Batch&) = 0;  // q/k norm, RoPE, append, attention, gate
+    virtual void attn_out(const LayerWeights&, const Batch&) = 0;  // out projection, residual
+    virtual void moe_route(const LayerWeights&,
+                           const Batch&) = 0;                    // norm, router, shared expert's gate and up
+    virtual void moe_up(const LayerWeights&, const Batch&) = 0;  // top-k, chosen experts' gate and up
+    virtual void moe_down(const LayerWeights&,
+                          const Batch&) = 0;  // down, weighted sum, shared expert, residual
 
     // Final norm and head of rows [row, row + rows) into logits (rows, V) f32.
     virtual void head(const Weights&, int row, int rows, float* logits) = 0;
@@ -102,10 +105,10 @@ struct Ops {
 };
 
 struct OpsOptions {
-    int threads = 0;       // 0: one per core this process may use
-    int rows = 0;          // the largest T
+    int threads = 0;  // 0: one per core this process may use
+    int rows = 0;     // the largest T
     DType kv = DType::bf16;
-    std::string simd;      // "", or the code path to force
+    std::string simd;  // "", or the code path to force
 };
 
 std::unique_ptr<Ops> make_ops(const std::string& device, const Weights&, const OpsOptions&);

@@ -12,10 +12,18 @@ namespace lily {
 
 namespace {
 
-std::string text_of(int value) { return std::to_string(value); }
-std::string text_of(const std::string& value) { return value; }
-const char* type_of(int) { return "int"; }
-const char* type_of(const std::string&) { return "str"; }
+std::string text_of(int value) {
+    return std::to_string(value);
+}
+std::string text_of(const std::string& value) {
+    return value;
+}
+const char* type_of(int) {
+    return "int";
+}
+const char* type_of(const std::string&) {
+    return "str";
+}
 
 void parse(const std::string& name, const std::string& text, int& value) {
     const char* end = text.data() + text.size();
@@ -23,7 +31,9 @@ void parse(const std::string& name, const std::string& text, int& value) {
     if (error != std::errc() || rest != end || text.empty())
         throw std::invalid_argument("option " + name + ": wanted an integer, got '" + text + "'");
 }
-void parse(const std::string&, const std::string& text, std::string& value) { value = text; }
+void parse(const std::string&, const std::string& text, std::string& value) {
+    value = text;
+}
 
 // Edits that turn one name into the other: for suggesting what was meant.
 size_t distance(const std::string& a, const std::string& b) {
@@ -52,21 +62,23 @@ size_t distance(const std::string& a, const std::string& b) {
             nearest = option.name;
         }
     }
-    throw std::invalid_argument("no option '" + name + "'" +
-                                (nearest.empty() ? "; the options are " + all : ", did you mean '" + nearest + "'?"));
+    throw std::invalid_argument(
+        "no option '" + name + "'" +
+        (nearest.empty() ? "; the options are " + all : ", did you mean '" + nearest + "'?"));
 }
 
 void one_of(const char* name, const std::string& value, const char* allowed) {
     std::istringstream names(allowed);
     for (std::string word; names >> word;)
         if (word == value) return;
-    throw std::invalid_argument(std::string("option ") + name + ": wanted one of " + allowed + ", got '" + value + "'");
+    throw std::invalid_argument(std::string("option ") + name + ": wanted one of " + allowed + ", got '" +
+                                value + "'");
 }
 
 void in_range(const char* name, int value, int low, int high) {
     if (value < low || value > high)
-        throw std::invalid_argument(std::string("option ") + name + ": wanted " + std::to_string(low) + " to " +
-                                    std::to_string(high) + ", got " + std::to_string(value));
+        throw std::invalid_argument(std::string("option ") + name + ": wanted " + std::to_string(low) +
+                                    " to " + std::to_string(high) + ", got " + std::to_string(value));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Options: how a model is run, never what it computes. Declared once; Python, the environment and the docs read this list.
+// Options: how a model is run, never what it computes. Declared once; Python, the environment and the docs
+// read this list.
 #pragma once
 
 #include <map>
@@ -7,6 +8,7 @@
 
 namespace lily {
 
+// clang-format off
 //     type         name           default  what it does
 #define LILY_OPTIONS(X)                                                                                               \
     X(std::string,  device,        "auto",  "Where to run: auto or cpu.")                                             \
@@ -14,13 +16,15 @@ namespace lily {
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16 or f32.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")
+// clang-format on
 
 struct Options {
 #define LILY_OPTION(type, name, standard, text) type name = standard;
     LILY_OPTIONS(LILY_OPTION)
 #undef LILY_OPTION
 
-    // Sets one option from its text. Throws std::invalid_argument that names the nearest option or the values allowed.
+    // Sets one option from its text. Throws std::invalid_argument that names the nearest option or the values
+    // allowed.
     void set(const std::string& name, const std::string& value);
     std::map<std::string, std::string> values() const;
     void check() const;  // throws std::invalid_argument for a value out of range

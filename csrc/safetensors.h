@@ -19,7 +19,7 @@ inline constexpr const char* kDownloadAgain = " Download the file again.";
 
 // A regular, non-empty file, mapped read-only for as long as this lives. Throws ModelFilesError.
 class MappedFile {
-  public:
+   public:
     explicit MappedFile(const std::string& path);
     ~MappedFile();
     MappedFile(const MappedFile&) = delete;
@@ -29,7 +29,7 @@ class MappedFile {
     std::span<std::byte> bytes() const { return bytes_; }  // must not be written
     std::string_view text() const { return {reinterpret_cast<const char*>(bytes_.data()), bytes_.size()}; }
 
-  private:
+   private:
     std::string path_;
     std::span<std::byte> bytes_;
 };

@@ -8,7 +8,8 @@ namespace lily {
 
 namespace {
 
-// Rows of logits computed at a time when every row's are wanted: enough to reuse a weight, few enough to stay small.
+// Rows of logits computed at a time when every row's are wanted: enough to reuse a weight, few enough to stay
+// small.
 constexpr int kLogitRows = 32;
 
 }  // namespace
@@ -16,7 +17,9 @@ constexpr int kLogitRows = 32;
 Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv)
     : weights_(std::move(weights)), ops_(std::move(ops)), layout_(weights_->config, kv), chunk_(chunk) {}
 
-State Session::new_state() const { return State(layout_, *ops_); }
+State Session::new_state() const {
+    return State(layout_, *ops_);
+}
 
 State Session::fork(const State& state) {
     const std::lock_guard lock(mutex_);
@@ -33,13 +36,15 @@ void Session::check(const State& state, std::span<const int32_t> tokens) const {
     for (int64_t i = 0; i < length; ++i) {
         const int32_t token = tokens[static_cast<size_t>(i)];
         LILY_CHECK(std::invalid_argument, token >= 0 && token < c.vocab,
-                   "tokens[%lld]: wanted an id from 0 to %d, got %d", static_cast<long long>(i), c.vocab - 1, token);
+                   "tokens[%lld]: wanted an id from 0 to %d, got %d", static_cast<long long>(i), c.vocab - 1,
+                   token);
     }
 }
 
 // One chunk at a time under the lock, so that callers on other threads take turns between chunks.
 template <class AfterChunk>
-void Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after) {
+void Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                      AfterChunk after) {
     check(state, tokens);
     const auto total = static_cast<int64_t>(tokens.size());
     for (int64_t done = 0; done < total;) {
@@ -52,7 +57,9 @@ void Session::take_in(State& state, std::span<const int32_t> tokens, const Progr
             state.prepare(length, *ops_);
             state.set_logits(false);
             const Segment segment{&state, 0, length, state.length()};
-            const Batch batch{tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)), {&segment, 1}, length};
+            const Batch batch{tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)),
+                              {&segment, 1},
+                              length};
             forward(*weights_, *ops_, batch);
             after(done, length);
             if (done + length == total) {
@@ -78,7 +85,8 @@ void Session::logits(State& state, std::span<const int32_t> tokens, float* out, 
 }
 
 int32_t Session::sample(State& state, const Sampling& sampling) {
-    LILY_CHECK(std::invalid_argument, state.has_logits(), "nothing to continue: the state holds no token's logits");
+    LILY_CHECK(std::invalid_argument, state.has_logits(),
+               "nothing to continue: the state holds no token's logits");
     const std::lock_guard lock(mutex_);
     return ops_->sample(state.logits(), weights_->config.vocab, sampling, state.length());
 }

@@ -1,4 +1,5 @@
-// Session: a model loaded on a device, and the loops that drive it. Safe to call from any thread; one pass runs at a time.
+// Session: a model loaded on a device, and the loops that drive it. Safe to call from any thread; one pass
+// runs at a time.
 #pragma once
 
 #include <functional>
@@ -14,7 +15,7 @@ namespace lily {
 using Progress = std::function<void(int64_t done, int64_t total)>;
 
 class Session {
-  public:
+   public:
     Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv);
 
     const Weights& weights() const { return *weights_; }
@@ -23,11 +24,12 @@ class Session {
     State new_state() const;
     State fork(const State& state);  // state.fork() that waits for a pass in progress
 
-    // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's logits.
-    // If it throws, the state is as it was after the last whole chunk.
+    // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's
+    // logits. If it throws, the state is as it was after the last whole chunk.
     void extend(State& state, std::span<const int32_t> tokens, const Progress& progress);
 
-    // Draws the token that follows the state's last token. Needs logits, so at least one token must have been taken in.
+    // Draws the token that follows the state's last token. Needs logits, so at least one token must have been
+    // taken in.
     int32_t sample(State& state, const Sampling& sampling);
 
     // extend() by one token, then sample(): a decode step.
@@ -36,7 +38,7 @@ class Session {
     // Takes tokens in and writes every row's logits, (tokens, V) f32.
     void logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress);
 
-  private:
+   private:
     void check(const State& state, std::span<const int32_t> tokens) const;
     template <class AfterChunk>
     void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after);

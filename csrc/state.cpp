@@ -17,7 +17,9 @@ StateLayout::StateLayout(const Config& c, DType kv_type) : kv(kv_type) {
 State::State(const StateLayout& layout, Ops& ops)
     : layout_(layout), recurrent_(ops.allocate(layout.recurrent)), logits_(ops.allocate(layout.logits)) {}
 
-size_t State::bytes() const { return pages_.size() * layout_.page + layout_.recurrent + layout_.logits; }
+size_t State::bytes() const {
+    return pages_.size() * layout_.page + layout_.recurrent + layout_.logits;
+}
 
 void State::prepare(int64_t tokens, Ops& ops) {
     const auto own = [&](Memory& memory, size_t bytes) {
@@ -39,6 +41,8 @@ float* State::conv(int delta_layer) const {
     return reinterpret_cast<float*>(recurrent_.get()) + delta_layer * (layout_.conv + layout_.delta);
 }
 
-float* State::delta(int delta_layer) const { return conv(delta_layer) + layout_.conv; }
+float* State::delta(int delta_layer) const {
+    return conv(delta_layer) + layout_.conv;
+}
 
 }  // namespace lily

@@ -17,31 +17,32 @@ constexpr int kPageTokens = 256;
 
 using Memory = std::shared_ptr<std::byte>;  // owned by the backend that allocated it
 
-// Sizes and offsets of a sequence's memory: fixed by the model and by the type that keys and values are kept in.
+// Sizes and offsets of a sequence's memory: fixed by the model and by the type that keys and values are kept
+// in.
 struct StateLayout {
     StateLayout() = default;
     StateLayout(const Config& config, DType kv);
 
     DType kv = DType::bf16;
-    size_t plane = 0;        // bytes of one layer's keys (or values) in a page: (G, 256, Dh)
-    size_t page = 0;         // bytes of a page: (attention layers, 2, G, 256, Dh)
-    int64_t conv = 0;        // floats of one layer's convolution state: (C - 1, channels), oldest first
-    int64_t delta = 0;       // floats of one layer's delta state: (Hv, Dv, Dk), in the backend's own order
-    size_t recurrent = 0;    // bytes of all layers' conv and delta states
-    size_t logits = 0;       // bytes of (V) f32
+    size_t plane = 0;      // bytes of one layer's keys (or values) in a page: (G, 256, Dh)
+    size_t page = 0;       // bytes of a page: (attention layers, 2, G, 256, Dh)
+    int64_t conv = 0;      // floats of one layer's convolution state: (C - 1, channels), oldest first
+    int64_t delta = 0;     // floats of one layer's delta state: (Hv, Dv, Dk), in the backend's own order
+    size_t recurrent = 0;  // bytes of all layers' conv and delta states
+    size_t logits = 0;     // bytes of (V) f32
     int delta_layers = 0;
 };
 
 class State {
-  public:
+   public:
     State() = default;
     State(const StateLayout& layout, Ops& ops);
 
     // A copy that shares every page and the recurrent state until one of the two is extended.
     State fork() const { return *this; }
 
-    int64_t length() const { return length_; }   // tokens taken in so far
-    size_t bytes() const;                        // of memory this state refers to, shared or not
+    int64_t length() const { return length_; }  // tokens taken in so far
+    size_t bytes() const;                       // of memory this state refers to, shared or not
     bool has_logits() const { return has_logits_; }
     const StateLayout& layout() const { return layout_; }
 
@@ -51,14 +52,19 @@ class State {
     void set_logits(bool valid) { has_logits_ = valid; }
 
     std::byte* keys(int attention_layer, int64_t page) const {
-        return pages_[static_cast<size_t>(page)].get() + layout_.plane * static_cast<size_t>(2 * attention_layer);
+        return pages_[static_cast<size_t>(page)].get() +
+               layout_.plane * static_cast<size_t>(2 * attention_layer);
     }
-    std::byte* values(int attention_layer, int64_t page) const { return keys(attention_layer, page) + layout_.plane; }
+    std::byte* values(int attention_layer, int64_t page) const {
+        return keys(attention_layer, page) + layout_.plane;
+    }
     float* conv(int delta_layer) const;
     float* delta(int delta_layer) const;
-    float* logits() const { return reinterpret_cast<float*>(logits_.get()); }  // (V), of the last token taken in
+    float* logits() const {
+        return reinterpret_cast<float*>(logits_.get());
+    }  // (V), of the last token taken in
 
-  private:
+   private:
     StateLayout layout_;
     std::vector<Memory> pages_;  // page p holds positions [256 p, 256 p + 256)
     Memory recurrent_;

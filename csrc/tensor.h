@@ -11,7 +11,9 @@ namespace lily {
 
 enum class DType : uint8_t { u32, i32, bf16, f16, f32 };
 
-constexpr size_t bytes_of(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4; }
+constexpr size_t bytes_of(DType dtype) {
+    return dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
+}
 constexpr const char* name_of(DType dtype) {
     constexpr const char* kNames[] = {"u32", "i32", "bf16", "f16", "f32"};
     return kNames[static_cast<int>(dtype)];
@@ -38,11 +40,13 @@ struct Tensor {
     }
     size_t bytes() const { return static_cast<size_t>(size()) * bytes_of(dtype); }
     template <class T>
-    T* as() const { return reinterpret_cast<T*>(data); }
+    T* as() const {
+        return reinterpret_cast<T*>(data);
+    }
 };
 
-// A value at any address. Weights are used where the file has them, and neither safetensors nor MLX aligns them:
-// three of the four files of Qwen3.6-35B-A3B begin their tensors at an odd byte.
+// A value at any address. Weights are used where the file has them, and neither safetensors nor MLX aligns
+// them: three of the four files of Qwen3.6-35B-A3B begin their tensors at an odd byte.
 template <class T>
 T load(const void* from) {
     T value;

@@ -55,7 +55,7 @@ std::optional<DType> float_type(const std::string& type) {
 
 // FNV-1a, 64 bits: tells checkpoints apart, guards against nobody.
 class Hash {
-  public:
+   public:
     void add(std::span<const std::byte> bytes) {
         for (const std::byte b : bytes) value_ = (value_ ^ static_cast<uint8_t>(b)) * 0x100000001b3u;
     }
@@ -64,7 +64,7 @@ class Hash {
     void add(double value) { add(std::bit_cast<int64_t>(value)); }
     std::string text() const { return format("%016llx", static_cast<unsigned long long>(value_)); }
 
-  private:
+   private:
     uint64_t value_ = 0xcbf29ce484222325u;
 };
 
@@ -128,7 +128,7 @@ void refuse_hugging_face_layout(const Table& table) {
 // Hands out the table's tensors, checked. What is missing is noted, so that it can be told all at once; until
 // finish() the small vectors hold nothing.
 class Binder {
-  public:
+   public:
     Binder(Weights& weights, const Table& table) : weights_(weights), table_(table) {}
 
     Linear linear(const std::string& module, const Shape& shape);
@@ -137,7 +137,7 @@ class Binder {
     const Names& missing() const { return missing_; }
     void finish();
 
-  private:
+   private:
     struct Widening {
         const StoredTensor* from;
         DType type;

@@ -58,7 +58,11 @@ def cases() -> list[Case]:
             if checkpoint == "tiny":
                 found += [Case(op, checkpoint, rows, past) for rows in ROWS for past in pasts]
             else:
-                found += [Case(op, checkpoint, rows, past) for rows in (1, 2, 33, 65) for past in {pasts[0], pasts[-1]}]
+                found += [
+                    Case(op, checkpoint, rows, past)
+                    for rows in (1, 2, 33, 65)
+                    for past in {pasts[0], pasts[-1]}
+                ]
     return found
 
 
@@ -67,7 +71,10 @@ def inputs(case: Case, config: reference.Config, widths: dict[str, int], seed: i
     rng = np.random.default_rng([seed, case.rows, case.past, len(case.op)])
     _, reads, _ = OPS[case.op]
     mixer = config.heads * config.head_dim if case.op == "attn_out" else config.value_heads * config.value_dim
-    widths = {**widths, "y": mixer}  # both kinds of mixer share the activation, the narrower one fills its front
+    widths = {
+        **widths,
+        "y": mixer,
+    }  # both kinds of mixer share the activation, the narrower one fills its front
     drawn = {
         name: rng.standard_normal((case.rows, widths[name])).astype(np.float32)
         for name in reads

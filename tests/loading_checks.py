@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_maker import PREFIX, Checkpoint, widen
 
+from checkpoint_maker import PREFIX, Checkpoint, widen
 from lily._core import Weights
 from lily.errors import ModelFilesError
 
@@ -71,7 +71,7 @@ def check_bound(weights: Weights, checkpoint: Checkpoint) -> None:
         seen.add(published_name(name))
     assert seen == set(checkpoint.tensors)
     assert weights.tensors == len(checkpoint.tensors)
-    assert weights.bytes == sum(t.array.nbytes for t in checkpoint.tensors.values())
+    assert weights.nbytes == sum(t.array.nbytes for t in checkpoint.tensors.values())
 
 
 def refusal(folder: Path) -> str:

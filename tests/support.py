@@ -1,4 +1,4 @@
-"""What several test modules share: where the checkpoints are, which code paths this CPU has, how arrays compare."""
+"""What test modules share: where checkpoints are, which code paths this CPU has, how arrays compare."""
 
 from pathlib import Path
 
@@ -39,5 +39,6 @@ def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> N
     worst = np.unravel_index(error.argmax(), error.shape)
     bound = tolerance * max(1e-30, float(np.abs(want).max()))
     assert error[worst] <= bound, (
-        f"{name}{list(map(int, worst))}: wanted {want[worst]}, got {got[worst]}, off by {error[worst]:.3g} > {bound:.3g}"
+        f"{name}{list(map(int, worst))}: wanted {want[worst]}, got {got[worst]}, "
+        f"off by {error[worst]:.3g} > {bound:.3g}"
     )

@@ -1,15 +1,15 @@
-"""The core end to end: against mlx-lm's float32 vectors, in any chunking, fork or batch, and when things go wrong."""
+"""The core end to end: against mlx-lm's float32 vectors, in any chunking, fork or batch, and on errors."""
 
-import checkpoint_maker
 import numpy as np
 import pytest
-import sharding
-from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import CHECKPOINTS, GOLDEN, code_paths, compare
 
+import checkpoint_maker
+import sharding
+from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import _core, errors, reference
+from support import CHECKPOINTS, GOLDEN, code_paths, compare
 
 FLOAT32 = {"kv": "f32"}
 
@@ -188,12 +188,12 @@ def test_scratch_is_the_same_for_4k_and_64k(tmp_path):
     session = make_session(checkpoint_maker.write(tmp_path / "small", small))
     before = session.scratch_bytes
     short, long = session.new_state(), session.new_state()
-    empty = short.bytes
+    empty = short.nbytes
     session.extend(short, random_tokens(4096))
     after_4k = session.scratch_bytes
     session.extend(long, random_tokens(65536))
     assert session.scratch_bytes == after_4k == before
-    assert long.bytes - empty == 16 * (short.bytes - empty) > 0
+    assert long.nbytes - empty == 16 * (short.nbytes - empty) > 0
 
 
 # When things go wrong.
@@ -211,7 +211,9 @@ def test_what_does_not_fit_the_context_is_refused_before_work():
     session = make_session("demo")
     state = session.new_state()
     session.extend(state, random_tokens(10, 4096))
-    with pytest.raises(errors.ContextError, match="4090 tokens do not fit: the context holds 4096, of which 10"):
+    with pytest.raises(
+        errors.ContextError, match="4090 tokens do not fit: the context holds 4096, of which 10"
+    ):
         session.extend(state, random_tokens(4090, 4096))
     assert state.length == 10
 

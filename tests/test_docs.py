@@ -51,7 +51,7 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     [
         ("```python\nraise KeyError('planted')\n```\n", KeyError),
         ("```python\nthis is no Python\n```\n", SyntaxError),
-        (f"```python {EXEMPT}\nnor is this\n```\n", SyntaxError),
+        (f"```python {EXEMPT}\nthis is no Python either\n```\n", SyntaxError),
         ('```python title="an example"\nassert True\n```\n', AssertionError),
     ],
 )

@@ -5,11 +5,11 @@ This case belongs to every backend's suite.
 
 import numpy as np
 import pytest
-from agreement import top1_agreement
-from support import code_paths, compare
 
+from agreement import top1_agreement
 from bench import synthetic
 from lily import _core, reference
+from support import code_paths, compare
 
 VOCAB = 2048
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 48).astype(np.int32)

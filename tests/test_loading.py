@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from checkpoint_maker import (
     PREFIX,
     Checkpoint,
@@ -25,9 +26,8 @@ from checkpoint_maker import (
     write,
     write_file,
 )
-from loading_checks import check_bound
-
 from lily._core import Weights
+from loading_checks import check_bound
 
 DEMO = Path(__file__).parents[1] / "src/lily/demo/lily-tales-22m-4bit"
 
@@ -196,7 +196,7 @@ def test_demo_checkpoint_loads() -> None:
     assert (weights.tensors, weights.skipped, weights.warnings) == (357, 0, [])
     assert weights.config["attention"] == [False, False, False, True] * 2
     header_bytes = struct.unpack("<Q", (DEMO / "model.safetensors").read_bytes()[:8])[0]
-    assert weights.bytes == (DEMO / "model.safetensors").stat().st_size - 8 - header_bytes
+    assert weights.nbytes == (DEMO / "model.safetensors").stat().st_size - 8 - header_bytes
 
 
 def test_vision_and_prediction_tensors_are_skipped(tiny: Checkpoint, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ unit = 1 if sys.platform == "darwin" else 1024
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 weights = Weights(sys.argv[1])
 seconds = time.perf_counter() - start
-print(weights.bytes, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
+print(weights.nbytes, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
 """
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_maker import PREFIX, Checkpoint, Stored, made, write, write_file, write_index
-from loading_checks import assert_says, check_bound, refusal
 
+from checkpoint_maker import PREFIX, Checkpoint, Stored, made, write, write_file, write_index
 from lily._core import Weights
 from lily.errors import LilyError, ModelFilesError
+from loading_checks import assert_says, check_bound, refusal
 
 
 @pytest.fixture

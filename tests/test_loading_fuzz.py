@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_maker import PREFIX, Stored, file_bytes, header_of, make, write, write_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoint_maker import PREFIX, Stored, file_bytes, header_of, make, write, write_file
 from lily._core import Weights
 from lily.errors import ModelFilesError
 

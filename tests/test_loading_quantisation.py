@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from checkpoint_maker import (
     PREFIX,
     Checkpoint,
@@ -14,9 +15,8 @@ from checkpoint_maker import (
     store,
     write,
 )
-from loading_checks import assert_says, check_bound, refusal
-
 from lily._core import Weights
+from loading_checks import assert_says, check_bound, refusal
 
 ROUTER = "layers.0.mlp.gate"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_maker import PREFIX, Checkpoint, Stored, file_bytes, header_of, made, to_bf16, write
-from loading_checks import assert_says, check_bound, refusal
 
+from checkpoint_maker import PREFIX, Checkpoint, Stored, file_bytes, header_of, made, to_bf16, write
 from lily._core import Weights
+from loading_checks import assert_says, check_bound, refusal
 
 
 @pytest.fixture

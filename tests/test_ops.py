@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from cases import OPS, Case, cases, inputs
-from support import CHECKPOINTS, code_paths, compare
 
+from cases import OPS, Case, cases, inputs
 from lily import _core, reference
+from support import CHECKPOINTS, code_paths, compare
 
 TOLERANCE = 2e-5  # of the largest value: float32 sums of some thousand products
 ACTIVATIONS = sorted({name for _, reads, writes in OPS.values() for name in (*reads, *writes)} - {"state"})
@@ -59,7 +59,9 @@ def test_op(case: Case, models, sessions):
     for name in writes:
         if name == "state":
             session._advance(state, case.rows)
-            for part, (got, want) in enumerate(zip(session.layer_state(state, layer), wanted[name], strict=True)):
+            for part, (got, want) in enumerate(
+                zip(session.layer_state(state, layer), wanted[name], strict=True)
+            ):
                 compare(f"state part {part}", got, want, TOLERANCE)
         else:
             want = wanted[name]
@@ -73,9 +75,10 @@ def padded(array, width):
 def test_every_op_has_cases():
     named = {case.op for case in cases()}
     assert named == set(OPS)
+    session = _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), {})
+    parts = [(session.new_state(), np.zeros(1, np.int32))]
     with pytest.raises(ValueError, match="no op 'gdn_up'"):
-        session = _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), {})
-        session._run("gdn_up", 0, [(session.new_state(), np.zeros(1, np.int32))])
+        session._run("gdn_up", 0, parts)
 
 
 @pytest.mark.parametrize("tokens", [[0], [5, 5, 639, 1]])
@@ -86,7 +89,9 @@ def test_embed(models, sessions, tokens):
     compare("x", session._get("x", len(tokens)), want, 1e-7)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0, 0, 1), (1, 0, 1), (0.7, 20, 0.95), (1.5, 3, 0.5)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0, 0, 1), (1, 0, 1), (0.7, 20, 0.95), (1.5, 3, 0.5)]
+)
 def test_sample_draws_what_the_reference_draws(sessions, temperature, top_k, top_p):
     rng = np.random.default_rng(3)
     for position in range(200):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sharding
-from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sharding
+from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import reference
 
 HERE = Path(__file__).parent

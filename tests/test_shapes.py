@@ -1,18 +1,28 @@
 """Any model of this architecture, stored in any of the ways Lily reads: logits against reference.py."""
 
-import checkpoint_maker as maker
 import numpy as np
 import pytest
-from support import code_paths, compare
 
+import checkpoint_maker as maker
 from lily import _core, reference
+from support import code_paths, compare
 
 TOKENS = np.random.default_rng(5).integers(0, 640, 40).astype(np.int32)
 OPTIONS = {"kv": "f32", "prefill_chunk": "16"}
-MATRICES = (
-    "embed_tokens lm_head in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj q_proj k_proj v_proj o_proj gate "
-    "shared_expert_gate gate_proj up_proj down_proj"
-).split()
+MATRICES = [
+    *("embed_tokens", "lm_head", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate",
+        "shared_expert_gate",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),
+]
 
 
 def check(folder, simd):
@@ -104,11 +114,11 @@ def test_storages_mixed_within_a_layer_and_off_alignment(seed, tmp_path):
         check(folder, simd)
 
 
-@pytest.mark.parametrize("type", ["F16", "F32"])
-def test_scales_and_vectors_in_other_types(type, tmp_path):
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_scales_and_vectors_in_other_types(dtype, tmp_path):
     checkpoint = maker.make(seed=4)
     for name, stored in checkpoint.tensors.items():
-        if stored.type != "U32":
-            checkpoint.tensors[name] = maker.store(maker.widen(stored), type)
+        if stored.dtype != "U32":
+            checkpoint.tensors[name] = maker.store(maker.widen(stored), dtype)
     for simd in code_paths():
         check(maker.write(tmp_path / "model", checkpoint), simd)

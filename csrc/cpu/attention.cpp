@@ -1,5 +1,5 @@
-// CpuOps: the steps of a full-attention layer. A row attends to pages in order and merges spans of pages in order, so
-// its result depends on its position alone: not on the chunk, the batch or the threads.
+// CpuOps: the steps of a full-attention layer. A row attends to pages in order and merges spans of pages in
+// order, so its result depends on its position alone: not on the chunk, the batch or the threads.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -42,15 +42,18 @@ void CpuOps::place_row(const LayerWeights& layer, const Segment& segment, int t,
     for (int h = 0; h < c_.kv_heads; ++h) {
         norm(row(a_.k, r) + static_cast<int64_t>(h) * Dh, layer.attn.k_norm, key);
         rotate(key, position);
-        const size_t plane = segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(h);
-        kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh, static_cast<int>(position % kPageTokens), Dh, kv_,
-                        segment.state->keys(layer.index, page) + plane, segment.state->values(layer.index, page) + plane);
+        const size_t plane =
+            segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(h);
+        kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
+                        static_cast<int>(position % kPageTokens), Dh, kv_,
+                        segment.state->keys(layer.index, page) + plane,
+                        segment.state->values(layer.index, page) + plane);
     }
 }
 
 // Attends rows [first, first + rows) of a segment to the part of one span that each may see.
-void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int first, int rows, int64_t span, float* scores,
-                         float* out) {
+void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int first, int rows, int64_t span,
+                         float* scores, float* out) {
     const AttentionHeads heads{c_.heads / c_.kv_heads, c_.head_dim, kv_};
     const int64_t result = static_cast<int64_t>(heads.heads) * (heads.head_dim + 2);
     for (int64_t head = 0; head < static_cast<int64_t>(rows) * heads.heads; ++head) {
@@ -58,9 +61,11 @@ void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int fir
         std::fill_n(start, heads.head_dim + 2, 0.f);
         start[0] = -std::numeric_limits<float>::infinity();
     }
-    const size_t plane = segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(kv_head);
+    const size_t plane =
+        segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(kv_head);
     const int64_t end = segment.position + first + rows;  // of the positions that the last row sees
-    for (int64_t page = span * kSpanPages; page < (span + 1) * kSpanPages && page * kPageTokens < end; ++page) {
+    for (int64_t page = span * kSpanPages; page < (span + 1) * kSpanPages && page * kPageTokens < end;
+         ++page) {
         const std::byte* keys = segment.state->keys(layer, page) + plane;
         const std::byte* values = segment.state->values(layer, page) + plane;
         for (int i = 0; i < rows; ++i) {
@@ -68,7 +73,8 @@ void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int fir
             if (seen <= 0) continue;
             const int64_t r = segment.row + first + i;
             kernels_.attend(heads, keys, values, std::min<int64_t>(seen, kPageTokens),
-                            query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores, out + i * result);
+                            query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores,
+                            out + i * result);
         }
     }
 }
@@ -89,10 +95,12 @@ void CpuOps::attend_rows(const LayerWeights& layer, const Batch& batch) {
     const int64_t result = static_cast<int64_t>(group) * (c_.head_dim + 2);
     for (const Segment& segment : batch.segments) {
         const int blocks = (segment.length + kBlockRows - 1) / kBlockRows;
-        const int64_t work = 2 * segment.length * (segment.position + segment.length) * c_.heads * c_.head_dim;
+        const int64_t work =
+            2 * segment.length * (segment.position + segment.length) * c_.heads * c_.head_dim;
         threads_.run(static_cast<int64_t>(blocks) * c_.kv_heads, work, [&](int64_t task, int thread) {
             const int kv_head = static_cast<int>(task % c_.kv_heads);
-            const int first = (blocks - 1 - static_cast<int>(task / c_.kv_heads)) * kBlockRows;  // the longest first
+            const int first =
+                (blocks - 1 - static_cast<int>(task / c_.kv_heads)) * kBlockRows;  // the longest first
             const int rows = std::min(kBlockRows, segment.length - first);
             float* scores = thread_ + thread * thread_floats_;
             float* whole = scores + static_cast<int64_t>(group) * kPageTokens;
@@ -122,16 +130,18 @@ void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t
         const int64_t span = task % spans, r = task / spans / c_.kv_heads;
         const Segment& segment = batch.segment_of(r);
         if (span >= spans_of(r, segment)) return;
-        attend_span(segment, layer.index, static_cast<int>(task / spans % c_.kv_heads), static_cast<int>(r) - segment.row, 1,
-                    span, thread_ + thread * thread_floats_, partial_ + task * result);
+        attend_span(segment, layer.index, static_cast<int>(task / spans % c_.kv_heads),
+                    static_cast<int>(r) - segment.row, 1, span, thread_ + thread * thread_floats_,
+                    partial_ + task * result);
     });
-    threads_.run(batch.rows * c_.kv_heads, batch.rows * spans * c_.heads * c_.head_dim, [&](int64_t task, int) {
-        const int64_t r = task / c_.kv_heads;
-        float* whole = partial_ + task * spans * result;
-        for (int64_t span = 1; span < spans_of(r, batch.segment_of(r)); ++span)
-            kernels_.merge(whole, whole + span * result, group, c_.head_dim);
-        finish_row(r, static_cast<int>(task % c_.kv_heads), whole);
-    });
+    threads_.run(batch.rows * c_.kv_heads, batch.rows * spans * c_.heads * c_.head_dim,
+                 [&](int64_t task, int) {
+                     const int64_t r = task / c_.kv_heads;
+                     float* whole = partial_ + task * spans * result;
+                     for (int64_t span = 1; span < spans_of(r, batch.segment_of(r)); ++span)
+                         kernels_.merge(whole, whole + span * result, group, c_.head_dim);
+                     finish_row(r, static_cast<int>(task % c_.kv_heads), whole);
+                 });
 }
 
 void CpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
@@ -141,7 +151,8 @@ void CpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
         place_row(layer, segment, static_cast<int>(r) - segment.row, thread_ + thread * thread_floats_);
     });
     int64_t longest = 0;
-    for (const Segment& segment : batch.segments) longest = std::max(longest, segment.position + segment.length);
+    for (const Segment& segment : batch.segments)
+        longest = std::max(longest, segment.position + segment.length);
     const int64_t spans = (longest + kSpanTokens - 1) / kSpanTokens;
     if (spans > 1 && batch.rows <= kSplitRows) {
         attend_spans(layer, batch, spans);

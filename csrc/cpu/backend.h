@@ -1,5 +1,5 @@
-// CpuOps: the steps of the model on the CPU. It splits each step into tasks for the pool and calls the kernels of the
-// code path chosen for this machine. Float32 throughout, except keys and values.
+// CpuOps: the steps of the model on the CPU. It splits each step into tasks for the pool and calls the
+// kernels of the code path chosen for this machine. Float32 throughout, except keys and values.
 #pragma once
 
 #include <array>
@@ -23,16 +23,17 @@ struct Inputs {
     const Arranged& of(const Linear& w) const { return by_bits[w.bits / 4]; }
 };
 
-constexpr int kMaxTaps = 16;      // of the convolution
-constexpr int kBlockRows = 8;     // query rows that share a pass over a page of keys and values
-constexpr int kSpanPages = 8;     // pages that one task of split attention takes
+constexpr int kMaxTaps = 16;   // of the convolution
+constexpr int kBlockRows = 8;  // query rows that share a pass over a page of keys and values
+constexpr int kSpanPages = 8;  // pages that one task of split attention takes
 constexpr int kSpanTokens = kSpanPages * kPageTokens;
-constexpr int kSplitRows = 8;     // rows up to which attention is split over spans
-constexpr int kRowWork = 16;      // what norming and arranging a value costs, in multiplications
-constexpr int kPanel = 32;        // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
+constexpr int kSplitRows = 8;  // rows up to which attention is split over spans
+constexpr int kRowWork = 16;   // what norming and arranging a value costs, in multiplications
+constexpr int kPanel = 32;  // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
 constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
 
-// y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride + n.
+// y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride +
+// n.
 struct Product {
     const Linear* w = nullptr;
     const Linear* up = nullptr;
@@ -44,7 +45,7 @@ struct Product {
 };
 
 class CpuOps final : public Ops {
-  public:
+   public:
     CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels);
 
     const Activations& activations() const override { return a_; }
@@ -69,30 +70,37 @@ class CpuOps final : public Ops {
     int32_t sample(const float* logits, int vocab, const Sampling&, int64_t position) override;
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
-  private:
+   private:
     float* scratch(int64_t floats);
     void allocate_scratch();
     void size_arranged(const Weights&);
 
-    float* row(const Tensor& activation, int64_t r) const { return activation.as<float>() + r * activation.shape[1]; }
+    float* row(const Tensor& activation, int64_t r) const {
+        return activation.as<float>() + r * activation.shape[1];
+    }
     const float* norm(const float* x, const Tensor& weight, float* y) const {
         kernels_.rms_norm(x, weight.as<float>(), weight.shape[0], static_cast<float>(c_.norm_epsilon), y);
         return y;
     }
     // A row of the residual stream, normed for the projections of a step.
-    const float* normed(int64_t r, const Tensor& weight) const { return norm(row(a_.x, r), weight, normed_ + r * c_.hidden); }
+    const float* normed(int64_t r, const Tensor& weight) const {
+        return norm(row(a_.x, r), weight, normed_ + r * c_.hidden);
+    }
 
-    // Rows that `fill(r, thread)` returns, arranged for each of the matrices, `offset` floats into the buffers.
+    // Rows that `fill(r, thread)` returns, arranged for each of the matrices, `offset` floats into the
+    // buffers.
     template <class Fill>
-    Inputs prepare(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices, const Fill& fill,
-                   int64_t offset = 0) {
+    Inputs prepare(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices,
+                   const Fill& fill, int64_t offset = 0) {
         const int64_t stride = arranged_floats(columns);
         Inputs inputs;
-        for (const Linear* w : matrices) inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride};
+        for (const Linear* w : matrices)
+            inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride};
         threads_.run(rows, rows * columns * kRowWork, [&](int64_t r, int thread) {
             const float* x = fill(r, thread);
             for (int i = 0; i < 3; ++i)
-                if (inputs.by_bits[i].data) kernels_.arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);
+                if (inputs.by_bits[i].data)
+                    kernels_.arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);
         });
         return inputs;
     }
@@ -109,7 +117,8 @@ class CpuOps final : public Ops {
 
     void rotate(float* head, int64_t position) const;
     void place_row(const LayerWeights&, const Segment&, int t, float* key);
-    void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores, float* out);
+    void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores,
+                     float* out);
     void attend_rows(const LayerWeights&, const Batch&);
     void attend_spans(const LayerWeights&, const Batch&, int64_t spans);
     void finish_row(int64_t r, int kv_head, const float* result);
@@ -131,24 +140,25 @@ class CpuOps final : public Ops {
     size_t scratch_bytes_ = 0;
 
     std::array<float*, 3> arranged_ = {};  // by bit width: 0, 4, 8
-    float* normed_ = nullptr;       // (T, D)
-    float* mixed_ = nullptr;        // (T, channels) after the convolution: q, k normalised
-    float* decay_ = nullptr;        // (T, Hv)
-    float* beta_ = nullptr;         // (T, Hv)
-    float* key_query_ = nullptr;    // (T, Hk)
-    float* query_ = nullptr;        // (T, H, Dh) normalised, rotated, scaled
-    float* partial_ = nullptr;      // (kSplitRows, H, spans of the longest context, Dh + 2)
-    float* thread_ = nullptr;       // (threads): scores (H / G, 256), then two (kBlockRows, H / G, Dh + 2)
+    float* normed_ = nullptr;              // (T, D)
+    float* mixed_ = nullptr;               // (T, channels) after the convolution: q, k normalised
+    float* decay_ = nullptr;               // (T, Hv)
+    float* beta_ = nullptr;                // (T, Hv)
+    float* key_query_ = nullptr;           // (T, Hk)
+    float* query_ = nullptr;               // (T, H, Dh) normalised, rotated, scaled
+    float* partial_ = nullptr;             // (kSplitRows, H, spans of the longest context, Dh + 2)
+    float* thread_ = nullptr;  // (threads): scores (H / G, 256), then two (kBlockRows, H / G, Dh + 2)
     int64_t thread_floats_ = 0;
-    std::vector<const float*> conv_;  // by delta layer: (C, channels), taps first
-    std::vector<double> frequency_; // (R / 2)
-    int32_t* sorted_ = nullptr;     // (T K) slots t K + k, by expert
-    std::vector<int32_t> first_of_; // (E + 1) into sorted_
-    std::vector<int32_t> active_;   // experts with at least one row
+    std::vector<const float*> conv_;   // by delta layer: (C, channels), taps first
+    std::vector<double> frequency_;    // (R / 2)
+    int32_t* sorted_ = nullptr;        // (T K) slots t K + k, by expert
+    std::vector<int32_t> first_of_;    // (E + 1) into sorted_
+    std::vector<int32_t> active_;      // experts with at least one row
     std::vector<int32_t> candidates_;  // (V) for sample
 };
 
 // The token a sampling setting picks from logits (V); candidates has room for V ids.
-int32_t sample_token(const float* logits, int vocab, const Sampling&, int64_t position, std::vector<int32_t>& candidates);
+int32_t sample_token(const float* logits, int vocab, const Sampling&, int64_t position,
+                     std::vector<int32_t>& candidates);
 
 }  // namespace lily

@@ -10,7 +10,8 @@ void CpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     const GdnWeights& w = layer.gdn;
     const Inputs x = prepare(batch.rows, c_.hidden, {&w.in_qkv, &w.in_z, &w.in_b, &w.in_a},
                              [&](int64_t r, int) { return normed(r, layer.input_norm); });
-    multiply({product(w.in_qkv, x, a_.qkv), product(w.in_z, x, a_.z), product(w.in_b, x, a_.b), product(w.in_a, x, a_.a)},
+    multiply({product(w.in_qkv, x, a_.qkv), product(w.in_z, x, a_.z), product(w.in_b, x, a_.b),
+              product(w.in_a, x, a_.a)},
              batch.rows);
 }
 
@@ -51,7 +52,8 @@ void CpuOps::keep_conv_state(const LayerWeights& layer, const Segment& segment) 
     const int kept = c_.conv_taps - 1, fresh = std::min(kept, segment.length);
     const int64_t channels = c_.channels();
     float* state = segment.state->conv(layer.index);
-    std::memmove(state, state + fresh * channels, static_cast<size_t>((kept - fresh) * channels) * sizeof(float));
+    std::memmove(state, state + fresh * channels,
+                 static_cast<size_t>((kept - fresh) * channels) * sizeof(float));
     std::memcpy(state + (kept - fresh) * channels, row(a_.qkv, segment.row + segment.length - fresh),
                 static_cast<size_t>(fresh * channels) * sizeof(float));
 }
@@ -64,14 +66,16 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     });
     for (const Segment& segment : batch.segments) keep_conv_state(layer, segment);
 
-    constexpr int kLanesOfTask = 64;  // of a head's values: with Dk = 128 their part of S stays in the first-level cache
+    constexpr int kLanesOfTask =
+        64;  // of a head's values: with Dk = 128 their part of S stays in the first-level cache
     const int blocks = (c_.value_dim + kLanesOfTask - 1) / kLanesOfTask;
     const auto segments = static_cast<int64_t>(batch.segments.size());
     const int64_t channels = c_.channels(), keys = static_cast<int64_t>(c_.key_heads) * c_.key_dim;
     const int64_t work = int64_t{4} * batch.rows * c_.value_heads * c_.key_dim * c_.value_dim;
     threads_.run(segments * c_.value_heads * blocks, work, [&](int64_t task, int) {
         const int first = static_cast<int>(task % blocks) * kLanesOfTask;
-        const int64_t head = task / blocks % c_.value_heads, key_head = head / (c_.value_heads / c_.key_heads);
+        const int64_t head = task / blocks % c_.value_heads,
+                      key_head = head / (c_.value_heads / c_.key_heads);
         const Segment& segment = batch.segments[static_cast<size_t>(task / blocks / c_.value_heads)];
         const float* mixed = mixed_ + segment.row * channels;
         const DeltaSpan span{
@@ -100,7 +104,8 @@ void CpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     const int64_t width = static_cast<int64_t>(c_.value_heads) * c_.value_dim;
     const Inputs y = prepare(batch.rows, width, {&w.out}, [&](int64_t r, int) {
         float* gated = normed_ + r * width;
-        for (int64_t head = 0; head < width; head += c_.value_dim) norm(row(a_.y, r) + head, w.norm, gated + head);
+        for (int64_t head = 0; head < width; head += c_.value_dim)
+            norm(row(a_.y, r) + head, w.norm, gated + head);
         kernels_.swiglu(row(a_.z, r), gated, width, gated);
         return gated;
     });

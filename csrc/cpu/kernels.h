@@ -10,8 +10,8 @@
 
 namespace lily {
 
-// Floats that `arrange` writes for a row of `columns` inputs: the row in the order of the weight's words, then the sums
-// of its groups of 64 (which multiply the biases), each padded to the widest registers.
+// Floats that `arrange` writes for a row of `columns` inputs: the row in the order of the weight's words,
+// then the sums of its groups of 64 (which multiply the biases), each padded to the widest registers.
 constexpr int64_t arranged_floats(int64_t columns) {
     return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
 }
@@ -31,14 +31,14 @@ struct AttentionHeads {
 
 // A head's share of the delta rule over T tokens.
 struct DeltaSpan {
-    const float* q = nullptr;      // token t at q + t * stride, (Dk); normalised and scaled
+    const float* q = nullptr;  // token t at q + t * stride, (Dk); normalised and scaled
     const float* k = nullptr;
     const float* v = nullptr;      // (Dv)
     const float* decay = nullptr;  // token t at decay + t * gate_stride
     const float* beta = nullptr;
-    const float* kq = nullptr;     // k . q of each token, at kq + t * kq_stride
-    float* y = nullptr;            // token t at y + t * y_stride, (Dv)
-    float* S = nullptr;            // (Dk, Dv): values are lanes
+    const float* kq = nullptr;  // k . q of each token, at kq + t * kq_stride
+    float* y = nullptr;         // token t at y + t * y_stride, (Dv)
+    float* S = nullptr;         // (Dk, Dv): values are lanes
     int64_t stride = 0, gate_stride = 0, kq_stride = 0, y_stride = 0;
     int tokens = 0, key_dim = 0, value_dim = 0;
 };
@@ -50,7 +50,8 @@ struct Kernels {
     void (*arrange)(const float* x, int64_t columns, int bits, float* out);
 
     // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x.
-    void (*product)(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M, Output out);
+    void (*product)(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M,
+                    Output out);
 
     // y = x / rms(x) * weight, over n values.
     void (*rms_norm)(const float* x, const float* weight, int64_t n, float epsilon, float* y);
@@ -75,14 +76,15 @@ struct Kernels {
     // Takes the first `count` positions of a page into the attention of (heads, Dh) queries, already scaled.
     // out holds, per head, [maximum, sum, Dh unnormalised values] and starts as [-inf, 0, 0 ...].
     // scores has room for (heads, 256).  keys: (Dh, 256), keys are lanes.  values: (256, Dh).
-    void (*attend)(const AttentionHeads&, const void* keys, const void* values, int64_t count, const float* query,
-                   float* scores, float* out);
+    void (*attend)(const AttentionHeads&, const void* keys, const void* values, int64_t count,
+                   const float* query, float* scores, float* out);
 
     // Folds what was attended elsewhere into `into`.
     void (*merge)(float* into, const float* from, int heads, int head_dim);
 
     // Writes a token's key and value into a page's planes of one head.
-    void (*append)(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys, void* values);
+    void (*append)(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys,
+                   void* values);
 };
 
 extern const Kernels kKernelsPlain;

@@ -1,5 +1,5 @@
-// The bodies of the CPU kernels, compiled once a code path by the kernels_*.cpp that define LILY_KERNELS and include this.
-// Lanes run along a weight's words, along keys in scores, and along value dimensions elsewhere.
+// The bodies of the CPU kernels, compiled once a code path by the kernels_*.cpp that define LILY_KERNELS and
+// include this. Lanes run along a weight's words, along keys in scores, and along value dimensions elsewhere.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -34,12 +34,16 @@ void arrange(const float* x, int64_t columns, int bits, float* out) {
 
 // The stored types: element i, or kLanes elements from i on, of an array at any address.
 struct Bf16 {
-    static LILY_INLINE const char* at(const void* p, int64_t i) { return static_cast<const char*>(p) + 2 * i; }
+    static LILY_INLINE const char* at(const void* p, int64_t i) {
+        return static_cast<const char*>(p) + 2 * i;
+    }
     static LILY_INLINE float get(const void* p, int64_t i) { return from_bf16(load_as<uint16_t>(at(p, i))); }
     static LILY_INLINE Floats vector(const void* p, int64_t i) { return load_bf16(at(p, i)); }
 };
 struct F16 {
-    static LILY_INLINE float get(const void* p, int64_t i) { return from_half(load_as<uint16_t>(Bf16::at(p, i))); }
+    static LILY_INLINE float get(const void* p, int64_t i) {
+        return from_half(load_as<uint16_t>(Bf16::at(p, i)));
+    }
     static LILY_INLINE Floats vector(const void* p, int64_t i) {
         float lane[kLanes];
         for (int l = 0; l < kLanes; ++l) lane[l] = get(p, i + l);
@@ -47,7 +51,9 @@ struct F16 {
     }
 };
 struct F32 {
-    static LILY_INLINE const char* at(const void* p, int64_t i) { return static_cast<const char*>(p) + 4 * i; }
+    static LILY_INLINE const char* at(const void* p, int64_t i) {
+        return static_cast<const char*>(p) + 4 * i;
+    }
     static LILY_INLINE float get(const void* p, int64_t i) { return load_as<float>(at(p, i)); }
     static LILY_INLINE Floats vector(const void* p, int64_t i) { return load_as<Floats>(at(p, i)); }
 };
@@ -99,7 +105,8 @@ LILY_INLINE Words words_at(const std::byte* row, int64_t i, int64_t n) {
     return load_as<Words>(lane);
 }
 
-// R rows of W times M rows of x. Every (row, m) pair sees the same operations in the same order whatever R and M are.
+// R rows of W times M rows of x. Every (row, m) pair sees the same operations in the same order whatever R
+// and M are.
 template <int R, int M, class Type, int kBits>
 LILY_INLINE void quantised_tile(const Linear& w, int64_t row, const float* const* x, float (&y)[R][M]) {
     constexpr int kSlots = 32 / kBits;
@@ -159,7 +166,8 @@ LILY_INLINE void plain_tile(const Linear& w, int64_t row, const float* const* x,
 }
 
 template <int R, int M, class Type, int kBits>
-LILY_INLINE void tile(const Linear& w, int64_t row, int64_t first, const float* const* x, const Output& out, int m0) {
+LILY_INLINE void tile(const Linear& w, int64_t row, int64_t first, const float* const* x, const Output& out,
+                      int m0) {
     float y[R][M];
     if constexpr (kBits == 0) {
         plain_tile<R, M, Type>(w, row, x + m0, y);
@@ -193,7 +201,8 @@ void product_of(const Linear& w, int64_t first, int64_t outputs, const float* co
 }
 
 template <int kBits>
-void product_by_type(DType type, const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M, Output out) {
+void product_by_type(DType type, const Linear& w, int64_t first, int64_t outputs, const float* const* x,
+                     int M, Output out) {
     if (type == DType::bf16) return product_of<Bf16, kBits>(w, first, outputs, x, M, out);
     if (type == DType::f16) return product_of<F16, kBits>(w, first, outputs, x, M, out);
     product_of<F32, kBits>(w, first, outputs, x, M, out);
@@ -253,7 +262,8 @@ void sigmoid_gate(float* y, const float* gate, int64_t n) {
 void conv(const float* const* rows, const float* const* weight, int taps, int64_t n, float* out) {
     for_each_vector(n, [&](int64_t i, int64_t width) {
         Floats total = Floats{};
-        for (int j = 0; j < taps; ++j) total = fma(partial<F32>(rows[j], i, n), partial<F32>(weight[j], i, n), total);
+        for (int j = 0; j < taps; ++j)
+            total = fma(partial<F32>(rows[j], i, n), partial<F32>(weight[j], i, n), total);
         store_partial(out + i, total * sigmoid(total), width);
     });
 }
@@ -306,7 +316,8 @@ void page_scores(const void* keys, const float* query, int head_dim, int64_t cou
         Floats low[Q], high[Q];
         for (int h = 0; h < Q; ++h) low[h] = high[h] = Floats{};
         for (int d = 0; d < head_dim; ++d) {
-            const Floats a = Type::vector(keys, d * kPage + key), b = Type::vector(keys, d * kPage + key + kLanes);
+            const Floats a = Type::vector(keys, d * kPage + key),
+                         b = Type::vector(keys, d * kPage + key + kLanes);
             for (int h = 0; h < Q; ++h) {
                 const Floats q = splat(query[h * head_dim + d]);
                 low[h] = fma(q, a, low[h]);
@@ -322,7 +333,8 @@ void page_scores(const void* keys, const float* query, int head_dim, int64_t cou
 
 // Adds the page's values, weighted by scores that are already exponentials, to N vectors of Q heads' outputs.
 template <int Q, int N, class Type>
-void page_values(const void* values, const float* scores, int head_dim, int64_t count, int first, float* out, int64_t stride) {
+void page_values(const void* values, const float* scores, int head_dim, int64_t count, int first, float* out,
+                 int64_t stride) {
     Floats total[Q][N];
     for (int h = 0; h < Q; ++h)
         for (int n = 0; n < N; ++n) total[h][n] = load(out + h * stride + first + n * kLanes);
@@ -359,8 +371,8 @@ void page_softmax(float* scores, int64_t count, int head_dim, float* out) {
 }
 
 template <int Q, class Type>
-void attend_heads(const AttentionHeads& a, const void* keys, const void* values, int64_t count, const float* query,
-                  float* scores, float* out) {
+void attend_heads(const AttentionHeads& a, const void* keys, const void* values, int64_t count,
+                  const float* query, float* scores, float* out) {
     const int64_t stride = a.head_dim + 2;
     page_scores<Q, Type>(keys, query, a.head_dim, count, scores);
     for (int h = 0; h < Q; ++h) page_softmax(scores + h * kPage, count, a.head_dim, out + h * stride);
@@ -372,12 +384,15 @@ void attend_heads(const AttentionHeads& a, const void* keys, const void* values,
 }
 
 template <class Type>
-void attend_as(const AttentionHeads& a, const void* keys, const void* values, int64_t count, const float* query,
-               float* scores, float* out) {
+void attend_as(const AttentionHeads& a, const void* keys, const void* values, int64_t count,
+               const float* query, float* scores, float* out) {
     for (int h = 0; h < a.heads;) {
         const int heads = a.heads - h >= 8 ? 8 : a.heads - h >= 2 ? 2 : 1;
-        const auto attend = heads == 8 ? attend_heads<8, Type> : heads == 2 ? attend_heads<2, Type> : attend_heads<1, Type>;
-        attend(a, keys, values, count, query + h * a.head_dim, scores + h * kPage, out + h * (a.head_dim + 2));
+        const auto attend = heads == 8   ? attend_heads<8, Type>
+                            : heads == 2 ? attend_heads<2, Type>
+                                         : attend_heads<1, Type>;
+        attend(a, keys, values, count, query + h * a.head_dim, scores + h * kPage,
+               out + h * (a.head_dim + 2));
         h += heads;
     }
 }
@@ -394,11 +409,13 @@ void merge(float* into, const float* from, int heads, int head_dim) {
         const Floats keep = exp(splat(into[0] - top)), take = exp(splat(from[0] - top));
         into[0] = top;
         into[1] = into[1] * keep[0] + from[1] * take[0];
-        for (int d = 2; d < head_dim + 2; d += kLanes) store(into + d, fma(load(from + d), take, load(into + d) * keep));
+        for (int d = 2; d < head_dim + 2; d += kLanes)
+            store(into + d, fma(load(from + d), take, load(into + d) * keep));
     }
 }
 
-void append(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys, void* values) {
+void append(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys,
+            void* values) {
     for (int d = 0; d < head_dim; ++d) {
         if (kv == DType::bf16) {
             static_cast<uint16_t*>(keys)[d * kPage + slot] = to_bf16(key[d]);
@@ -412,11 +429,19 @@ void append(const float* key, const float* value, int slot, int head_dim, DType 
 
 }  // namespace
 
-#define LILY_KERNEL_TABLE(title)                                                                              \
-    {                                                                                                         \
-        .name = title, .arrange = arrange, .product = product, .rms_norm = rms_norm, .swiglu = swiglu,        \
-        .sigmoid_gate = sigmoid_gate, .conv = conv, .l2_norm = l2_norm, .dot = dot, .delta = delta,           \
-        .attend = attend, .merge = merge, .append = append                                                    \
-    }
+#define LILY_KERNEL_TABLE(title)   \
+    {.name = title,                \
+     .arrange = arrange,           \
+     .product = product,           \
+     .rms_norm = rms_norm,         \
+     .swiglu = swiglu,             \
+     .sigmoid_gate = sigmoid_gate, \
+     .conv = conv,                 \
+     .l2_norm = l2_norm,           \
+     .dot = dot,                   \
+     .delta = delta,               \
+     .attend = attend,             \
+     .merge = merge,               \
+     .append = append}
 
 }  // namespace lily

@@ -1,5 +1,5 @@
-// CpuOps: the sparse mixture of experts. Rows are grouped by expert, so that each expert's weights are read once; a row's
-// experts are added in the order of their ids, whatever else is in the batch.
+// CpuOps: the sparse mixture of experts. Rows are grouped by expert, so that each expert's weights are read
+// once; a row's experts are added in the order of their ids, whatever else is in the batch.
 #include <algorithm>
 #include <cmath>
 
@@ -9,15 +9,18 @@ namespace lily {
 
 void CpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     const MoeWeights& w = layer.moe;
-    const Inputs h = prepare(batch.rows, c_.hidden, {&w.router, &w.shared_expert_gate, &w.shared_gate, &w.shared_up},
-                             [&](int64_t r, int) { return norm(row(a_.x, r), layer.post_norm, row(a_.h, r)); });
+    const Inputs h =
+        prepare(batch.rows, c_.hidden, {&w.router, &w.shared_expert_gate, &w.shared_gate, &w.shared_up},
+                [&](int64_t r, int) { return norm(row(a_.x, r), layer.post_norm, row(a_.h, r)); });
     Product shared = product(w.shared_gate, h, a_.shared);
     shared.up = &w.shared_up;
     shared.up_x = h.of(w.shared_up);
-    multiply({product(w.router, h, a_.router), product(w.shared_expert_gate, h, a_.shared_gate), shared}, batch.rows);
+    multiply({product(w.router, h, a_.router), product(w.shared_expert_gate, h, a_.shared_gate), shared},
+             batch.rows);
 }
 
-// The K largest router logits, ties to the lower id, and the softmax over them: the softmax over all, renormalised.
+// The K largest router logits, ties to the lower id, and the softmax over them: the softmax over all,
+// renormalised.
 void CpuOps::choose_experts(int64_t r) {
     const float* logits = row(a_.router, r);
     const int K = c_.experts_per_token;
@@ -50,14 +53,16 @@ void CpuOps::sort_by_expert(int rows) {
         if (first_of_[next]) active_.push_back(e);
         first_of_[next] += first_of_[next - 1];
     }
-    for (int64_t slot = slots - 1; slot >= 0; --slot)  // from the back, so that each end moves down to its start
+    for (int64_t slot = slots - 1; slot >= 0;
+         --slot)  // from the back, so that each end moves down to its start
         sorted_[--first_of_[static_cast<size_t>(expert[slot]) + 1]] = static_cast<int32_t>(slot);
     for (size_t e = 0; e + 1 < first_of_.size(); ++e) first_of_[e] = first_of_[e + 1];
     first_of_.back() = static_cast<int32_t>(slots);
 }
 
 void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t first, int64_t outputs) {
-    const int32_t begin = first_of_[static_cast<size_t>(expert)], end = first_of_[static_cast<size_t>(expert) + 1];
+    const int32_t begin = first_of_[static_cast<size_t>(expert)],
+                  end = first_of_[static_cast<size_t>(expert) + 1];
     const int64_t K = c_.experts_per_token, F = c_.expert_width;
     const Arranged gate_x = h.of(w.gate), up_x = h.of(w.up);
     const float *x[kPanel], *u[kPanel];
@@ -90,12 +95,15 @@ void CpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     const int64_t work = int64_t{2} * batch.rows * c_.experts_per_token * c_.expert_width * c_.hidden;
     threads_.run(static_cast<int64_t>(active_.size()) * blocks, work, [&](int64_t task, int) {
         const int64_t first = task % blocks * each;
-        expert_up(w, h, active_[static_cast<size_t>(task / blocks)], first, std::min(each, c_.expert_width - first));
+        expert_up(w, h, active_[static_cast<size_t>(task / blocks)], first,
+                  std::min(each, c_.expert_width - first));
     });
 }
 
-void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, int64_t first, int64_t outputs) {
-    const int32_t begin = first_of_[static_cast<size_t>(expert)], end = first_of_[static_cast<size_t>(expert) + 1];
+void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, int64_t first,
+                         int64_t outputs) {
+    const int32_t begin = first_of_[static_cast<size_t>(expert)],
+                  end = first_of_[static_cast<size_t>(expert) + 1];
     const Arranged in = hidden.of(w.down);
     const float* x[kPanel];
     float *out[kPanel], scale[kPanel];
@@ -107,11 +115,13 @@ void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, 
             out[m] = row(a_.x, slot / c_.experts_per_token) + first;
             scale[m] = a_.weight.as<float>()[slot];
         }
-        kernels_.product(w.down, static_cast<int64_t>(expert) * c_.hidden + first, outputs, x, M, {out, scale});
+        kernels_.product(w.down, static_cast<int64_t>(expert) * c_.hidden + first, outputs, x, M,
+                         {out, scale});
     }
 }
 
-void CpuOps::shared_down(const MoeWeights& w, const Inputs& shared, int rows, int64_t first, int64_t outputs) {
+void CpuOps::shared_down(const MoeWeights& w, const Inputs& shared, int rows, int64_t first,
+                         int64_t outputs) {
     const Arranged in = shared.of(w.shared_down);
     const float* x[kPanel];
     float *out[kPanel], scale[kPanel];
@@ -134,9 +144,9 @@ void CpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
     const Inputs hidden = prepare(slots, c_.expert_width, {&w.down}, [&](int64_t slot, int) {
         return a_.hidden.as<float>() + slot * c_.expert_width;
     });
-    const Inputs shared = prepare(batch.rows, c_.shared_width, {&w.shared_down},
-                                  [&](int64_t r, int) { return row(a_.shared, r); },
-                                  slots * arranged_floats(c_.expert_width));
+    const Inputs shared = prepare(
+        batch.rows, c_.shared_width, {&w.shared_down}, [&](int64_t r, int) { return row(a_.shared, r); },
+        slots * arranged_floats(c_.expert_width));
     const int64_t each = outputs_of_task(c_.hidden);
     const int64_t work = (slots * c_.expert_width + int64_t{batch.rows} * c_.shared_width) * c_.hidden;
     threads_.run((c_.hidden + each - 1) / each, work, [&](int64_t task, int) {

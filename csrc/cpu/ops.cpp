@@ -1,6 +1,4 @@
 // CpuOps: its memory, the products that every step is made of, and the steps at the two ends of the model.
-#include "cpu/backend.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "cpu/backend.h"
 #include "error.h"
 
 namespace lily {
@@ -43,7 +42,9 @@ void for_each_linear(const Weights& weights, const Function& function) {
         } else {
             for (const Linear* w : {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out}) function(*w);
         }
-        for (const Linear* w : {&m.router, &m.gate, &m.up, &m.shared_gate, &m.shared_up, &m.shared_expert_gate}) function(*w);
+        for (const Linear* w :
+             {&m.router, &m.gate, &m.up, &m.shared_gate, &m.shared_up, &m.shared_expert_gate})
+            function(*w);
     }
     function(weights.head);
 }
@@ -52,11 +53,12 @@ void for_each_linear(const Weights& weights, const Function& function) {
 
 CpuOps::CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels)
     : c_(weights.config), kernels_(kernels), threads_(options.threads), rows_(options.rows), kv_(options.kv) {
-    LILY_CHECK(ModelFilesError, c_.conv_taps <= kMaxTaps, "linear_conv_kernel_dim: wanted at most %d, got %d", kMaxTaps,
-               c_.conv_taps);
+    LILY_CHECK(ModelFilesError, c_.conv_taps <= kMaxTaps, "linear_conv_kernel_dim: wanted at most %d, got %d",
+               kMaxTaps, c_.conv_taps);
     allocate_scratch();
     size_arranged(weights);
-    for (int i = 0; i < c_.rotary_dim / 2; ++i) frequency_.push_back(std::pow(c_.rope_theta, -2.0 * i / c_.rotary_dim));
+    for (int i = 0; i < c_.rotary_dim / 2; ++i)
+        frequency_.push_back(std::pow(c_.rope_theta, -2.0 * i / c_.rotary_dim));
     for (const LayerWeights& layer : weights.layers) {
         if (layer.attention) continue;
         float* taps_first = scratch(static_cast<int64_t>(c_.conv_taps) * c_.channels());
@@ -98,7 +100,8 @@ void CpuOps::allocate_scratch() {
     sorted_ = reinterpret_cast<int32_t*>(scratch(T * c.experts_per_token));
 }
 
-// Each bit width has one buffer, large enough for every step. moe_down keeps routed and shared rows side by side.
+// Each bit width has one buffer, large enough for every step. moe_down keeps routed and shared rows side by
+// side.
 void CpuOps::size_arranged(const Weights& weights) {
     std::array<int64_t, 3> floats = {};
     const auto need = [&](const Linear& w, int64_t count) {
@@ -115,9 +118,13 @@ void CpuOps::size_arranged(const Weights& weights) {
         if (floats[i]) arranged_[i] = scratch(floats[i]);
 }
 
-Memory CpuOps::allocate(size_t bytes) { return map_memory(bytes); }
+Memory CpuOps::allocate(size_t bytes) {
+    return map_memory(bytes);
+}
 
-void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); }
+void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+}
 
 // A few tasks a thread, so that uneven threads even out, of whole cache lines of output.
 int64_t CpuOps::outputs_of_task(int64_t outputs) const {
@@ -143,7 +150,8 @@ void CpuOps::multiply(std::initializer_list<Product> products, int rows) {
         size_t j = 0;
         while (task >= jobs[j].tasks) task -= jobs[j++].tasks;
         const int64_t first = task * jobs[j].outputs_of_task;
-        product_tile(*jobs[j].product, first, std::min(jobs[j].outputs_of_task, jobs[j].product->w->rows - first), rows);
+        product_tile(*jobs[j].product, first,
+                     std::min(jobs[j].outputs_of_task, jobs[j].product->w->rows - first), rows);
     });
 }
 
@@ -172,7 +180,9 @@ void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int 
 }
 
 void CpuOps::embed(const Linear& w, const Batch& batch) {
-    const auto number = [](const Tensor& t, int64_t i) { return float_at(t.data, t.dtype, static_cast<size_t>(i)); };
+    const auto number = [](const Tensor& t, int64_t i) {
+        return float_at(t.data, t.dtype, static_cast<size_t>(i));
+    };
     threads_.run(batch.rows, batch.rows * w.columns * kRowWork, [&](int64_t r, int) {
         const int64_t token = batch.tokens[static_cast<size_t>(r)];
         float* x = row(a_.x, r);
@@ -193,7 +203,8 @@ void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
     const Inputs x = prepare(rows, c_.hidden, {&weights.head}, [&](int64_t r, int) {
         return norm(row(a_.x, first + r), weights.norm, normed_ + r * c_.hidden);
     });
-    multiply({{.w = &weights.head, .x = x.of(weights.head), .out = logits, .stride = weights.head.rows}}, rows);
+    multiply({{.w = &weights.head, .x = x.of(weights.head), .out = logits, .stride = weights.head.rows}},
+             rows);
 }
 
 int32_t CpuOps::sample(const float* logits, int vocab, const Sampling& sampling, int64_t position) {
@@ -211,13 +222,17 @@ void CpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
         return;
     }
     const int64_t Dh = c_.head_dim, length = state.length();
-    const auto number = [&](const std::byte* plane, int64_t i) { return float_at(plane, kv_, static_cast<size_t>(i)); };
+    const auto number = [&](const std::byte* plane, int64_t i) {
+        return float_at(plane, kv_, static_cast<size_t>(i));
+    };
     for (int64_t h = 0; h < c_.kv_heads; ++h)
         for (int64_t t = 0; t < length; ++t)
             for (int64_t d = 0; d < Dh; ++d) {
                 const int64_t page = t / kPageTokens, slot = t % kPageTokens, head = h * kPageTokens * Dh;
-                first[(h * length + t) * Dh + d] = number(state.keys(layer.index, page), head + d * kPageTokens + slot);
-                second[(h * length + t) * Dh + d] = number(state.values(layer.index, page), head + slot * Dh + d);
+                first[(h * length + t) * Dh + d] =
+                    number(state.keys(layer.index, page), head + d * kPageTokens + slot);
+                second[(h * length + t) * Dh + d] =
+                    number(state.values(layer.index, page), head + slot * Dh + d);
             }
 }
 

@@ -1,5 +1,6 @@
-// A vector of floats as wide as the registers this translation unit is compiled for, and the few operations kernels need.
-// Included only by kernels_*.cpp: everything is static, so that no wide instruction leaks into another code path.
+// A vector of floats as wide as the registers this translation unit is compiled for, and the few operations
+// kernels need. Included only by kernels_*.cpp: everything is static, so that no wide instruction leaks into
+// another code path.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,12 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 #define LILY_INLINE inline __attribute__((always_inline))
 
-LILY_INLINE Floats splat(float value) { return value - Floats{}; }
-LILY_INLINE Words splat_words(uint32_t value) { return value - Words{}; }
+LILY_INLINE Floats splat(float value) {
+    return value - Floats{};
+}
+LILY_INLINE Words splat_words(uint32_t value) {
+    return value - Words{};
+}
 
 // Loads from any address.
 template <class Vector>
@@ -39,13 +44,18 @@ LILY_INLINE Vector load_as(const void* from) {
     std::memcpy(&v, from, sizeof v);
     return v;
 }
-LILY_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
+LILY_INLINE Floats load(const float* from) {
+    return load_as<Floats>(from);
+}
 LILY_INLINE Floats load_bf16(const void* from) {
     return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
 }
-LILY_INLINE void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+LILY_INLINE void store(float* to, Floats v) {
+    std::memcpy(to, &v, sizeof v);
+}
 
-// a * b + c, rounded once where the machine has it. Every code path uses this and nothing else to multiply and add.
+// a * b + c, rounded once where the machine has it. Every code path uses this and nothing else to multiply
+// and add.
 LILY_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
@@ -54,7 +64,8 @@ LILY_INLINE Floats fma(Floats a, Floats b, Floats c) {
     return reinterpret_cast<Floats>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b),
                                                     reinterpret_cast<__m256>(c)));
 #elif defined(__ARM_NEON)
-    return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+    return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c),
+                                              reinterpret_cast<float32x4_t>(a),
                                               reinterpret_cast<float32x4_t>(b)));
 #else
     return a * b + c;
@@ -71,12 +82,15 @@ LILY_INLINE float sum(Floats v) {
 }
 
 LILY_INLINE Floats select(Ints mask, Floats yes, Floats no) {
-    return reinterpret_cast<Floats>((mask & reinterpret_cast<Ints>(yes)) | (~mask & reinterpret_cast<Ints>(no)));
+    return reinterpret_cast<Floats>((mask & reinterpret_cast<Ints>(yes)) |
+                                    (~mask & reinterpret_cast<Ints>(no)));
 }
-LILY_INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+LILY_INLINE Floats max(Floats a, Floats b) {
+    return select(a > b, a, b);
+}
 
-// e^x to about one unit in the last place; exactly 0 below -87.3, so that masked scores vanish. NaN stays NaN.
-// Cody-Waite reduction by ln 2 and the polynomial of Cephes' expf (S. L. Moshier, 1992).
+// e^x to about one unit in the last place; exactly 0 below -87.3, so that masked scores vanish. NaN stays
+// NaN. Cody-Waite reduction by ln 2 and the polynomial of Cephes' expf (S. L. Moshier, 1992).
 LILY_INLINE Floats exp(Floats x) {
     const Ints vanishes = x < splat(-87.3f);
     x = select(x > splat(88.3f), splat(88.3f), select(vanishes, splat(-87.3f), x));
@@ -95,14 +109,17 @@ LILY_INLINE Floats exp(Floats x) {
     return select(vanishes, Floats{}, p * reinterpret_cast<Floats>(exponent));
 }
 
-LILY_INLINE Floats sigmoid(Floats x) { return splat(1.f) / (splat(1.f) + exp(-x)); }
+LILY_INLINE Floats sigmoid(Floats x) {
+    return splat(1.f) / (splat(1.f) + exp(-x));
+}
 
 // The unsigned integers 0..15 at bits [4 j, 4 j + 4) of each word, as floats.
 LILY_INLINE Floats nibble(Words words, int j) {
 #if defined(__AVX512F__)
     const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const Words shifted = words >> (4 * j);  // the permutation reads the low four bits of each index only
-    return reinterpret_cast<Floats>(_mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(shifted), table));
+    return reinterpret_cast<Floats>(
+        _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(shifted), table));
 #else
     return __builtin_convertvector(reinterpret_cast<Ints>((words >> (4 * j)) & 15u), Floats);
 #endif

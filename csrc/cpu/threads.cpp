@@ -16,8 +16,8 @@ namespace lily {
 
 namespace {
 
-// Between two steps of a token lie a few microseconds, between two tokens some hundred: spin over the first, yield over
-// the second, sleep when a caller has gone away.
+// Between two steps of a token lie a few microseconds, between two tokens some hundred: spin over the first,
+// yield over the second, sleep when a caller has gone away.
 constexpr int kSpins = 2000;
 constexpr int kYields = 200;
 
@@ -56,7 +56,8 @@ Threads::Threads(int count) : process_(getpid()) {
     if (count == 0) count = cores();
     workers_.reserve(static_cast<size_t>(count - 1));
     try {
-        for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+        for (int thread = 1; thread < count; ++thread)
+            workers_.emplace_back([this, thread] { serve(thread); });
     } catch (const std::system_error&) {
         // The machine grants no more threads: the ones it granted do the work.
     }
@@ -64,8 +65,8 @@ Threads::Threads(int count) : process_(getpid()) {
 
 Threads::~Threads() {
     if (getpid() != process_) {
-        // A forked child has the handles but not the threads, and the system may give their ids to new ones: the handles
-        // are left alone for good.
+        // A forked child has the handles but not the threads, and the system may give their ids to new ones:
+        // the handles are left alone for good.
         new std::vector<std::thread>(std::move(workers_));
         return;
     }
@@ -75,8 +76,9 @@ Threads::~Threads() {
     for (std::thread& worker : workers_) worker.join();
 }
 
-// The caller waits for tasks, not for workers: one that the machine keeps from running holds nothing up, because a task
-// is taken only from the round it belongs to, and what a round calls stays put until its last task is done.
+// The caller waits for tasks, not for workers: one that the machine keeps from running holds nothing up,
+// because a task is taken only from the round it belongs to, and what a round calls stays put until its last
+// task is done.
 void Threads::start(int64_t tasks, const void* function, Call call) {
     function_ = function;
     call_ = call;
@@ -95,7 +97,9 @@ void Threads::start(int64_t tasks, const void* function, Call call) {
 void Threads::take_tasks(int thread) {
     uint64_t left = left_.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(left) != 0) {
-        if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire))
+            continue;
         call_(function_, tasks_ - static_cast<uint32_t>(left), thread);
         done_.fetch_add(1, std::memory_order_release);
         left = left_.load(std::memory_order_acquire);

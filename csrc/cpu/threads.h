@@ -1,4 +1,5 @@
-// Threads: the CPU backend's own pool. Workers spin briefly for the next piece of work, then yield, then sleep.
+// Threads: the CPU backend's own pool. Workers spin briefly for the next piece of work, then yield, then
+// sleep.
 #pragma once
 
 #include <atomic>
@@ -9,7 +10,7 @@
 namespace lily {
 
 class Threads {
-  public:
+   public:
     explicit Threads(int count);  // 0: one per core this process may use
     ~Threads();
     Threads(const Threads&) = delete;
@@ -17,9 +18,10 @@ class Threads {
 
     int count() const { return static_cast<int>(workers_.size()) + 1; }
 
-    // Calls function(task, thread) for every task in [0, tasks), on all threads, and returns when all are done.
-    // The function must not throw. Which thread takes which task is not fixed, so no result may depend on it.
-    // `work` estimates the multiplications of all tasks together: too few to share stay on the calling thread.
+    // Calls function(task, thread) for every task in [0, tasks), on all threads, and returns when all are
+    // done. The function must not throw. Which thread takes which task is not fixed, so no result may depend
+    // on it. `work` estimates the multiplications of all tasks together: too few to share stay on the calling
+    // thread.
     template <class Function>
     void run(int64_t tasks, int64_t work, const Function& function) {
         if (tasks <= 1 || workers_.empty() || work < kWorthSharing) {
@@ -31,7 +33,7 @@ class Threads {
         });
     }
 
-  private:
+   private:
     using Call = void (*)(const void* function, int64_t task, int thread);
 
     // About ten microseconds on one core; waking and waiting for another costs a few.

@@ -48,7 +48,7 @@ class Engine:
         self.config: dict[str, Any] = weights.config
         self.context = int(self.config["max_positions"])
         self.vocab = int(self.config["vocab"])
-        self.weight_bytes = weights.bytes
+        self.weight_bytes = weights.nbytes
         self.tensors = weights.tensors
         self.skipped_tensors = weights.skipped
         self.fingerprint = weights.fingerprint

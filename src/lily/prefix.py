@@ -32,7 +32,7 @@ class Prefix:
 
     def __repr__(self) -> str:
         """Show the sizes."""
-        return f"<lily.Prefix: {len(self)} tokens, {self._state.bytes / 1e6:.1f} MB>"
+        return f"<lily.Prefix: {len(self)} tokens, {self._state.nbytes / 1e6:.1f} MB>"
 
     def generate(
         self,
