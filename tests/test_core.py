@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import checkpoint_maker
 import sharding
-from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
+from bench.agree import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import _core, errors, reference
 from support import CHECKPOINTS, GOLDEN, code_paths, compare
 

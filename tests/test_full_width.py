@@ -6,8 +6,8 @@ This case belongs to every backend's suite.
 import numpy as np
 import pytest
 
-from agreement import top1_agreement
 from bench import synthetic
+from bench.agree import top1_agreement
 from lily import _core, reference
 from support import code_paths, compare
 

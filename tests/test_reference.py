@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sharding
-from agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
+from bench.agree import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import reference
 
 HERE = Path(__file__).parent

@@ -1,17 +1,20 @@
-"""Write what is committed but made from the built core: src/lily/_core.pyi and the table in docs/options.md.
+"""Write what is committed but made: src/lily/_core.pyi and the tables in docs/options.md and docs/performance.md.
 
-python tools/generate.py             writes both
+The first two come from the built core, the last from bench/records.
+
+python tools/generate.py             writes them
 python tools/generate.py --check     writes nothing; exit status 1 and the difference if one is out of date
 """
 
 import argparse
 import difflib
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-START, END = "<!-- generated: options -->\n", "<!-- end -->"
+START, END = "<!-- generated: {} -->\n", "<!-- end -->"
 
 
 def stub() -> str:
@@ -23,26 +26,60 @@ def stub() -> str:
         return file.read_text()
 
 
+def with_table(page: str, name: str, head: str, rows: list[str]) -> str:
+    """Give a page with the table between its markers replaced; head is the first row."""
+    start = START.format(name)
+    before, rest = page.split(start)
+    table = [head, "|---" * (head.count("|") - 1) + "|", *rows]
+    return before + start + "\n" + "\n".join(table) + "\n\n" + END + rest.split(END, 1)[1]
+
+
 def options_page(page: str) -> str:
-    """Give the options page with its table replaced by the core's list."""
+    """Give the options page with the core's list."""
     from lily import _core
 
-    rows = ["| option | type | default | what it does | in the environment |", "|---|---|---|---|---|"]
-    for name, kind, standard, text in _core.option_list():
-        rows.append(f"| `{name}` | {kind} | `{standard}` | {text} | `LILY_{name.upper()}` |")
-    before, rest = page.split(START)
-    return before + START + "\n" + "\n".join(rows) + "\n\n" + END + rest.split(END, 1)[1]
+    rows = [
+        f"| `{name}` | {kind} | `{standard}` | {text} | `LILY_{name.upper()}` |"
+        for name, kind, standard, text in _core.option_list()
+    ]
+    head = "| option | type | default | what it does | in the environment |"
+    return with_table(page, "options", head, rows)
+
+
+def performance_page(page: str, records: Path) -> str:
+    """Give the performance page with the newest record of each bench, case and options of each machine."""
+    for bench in ("agree", "load", "speed"):
+        newest: dict[tuple[str, ...], str] = {}
+        for file in sorted(records.glob("*.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                r = json.loads(line)
+                if r["bench"] != bench or not r["kept"]:
+                    continue
+                options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+                spread = f"{r['min']:.4g} to {r['max']:.4g}, n {r['n']}" if r["n"] > 1 else r["note"]
+                newest[file.stem, r["case"], options] = (
+                    f"| {r['case']} | {r['median']:.4g} {r['unit']} | {spread} | {options} | {r['id']} |"
+                )
+        head = "| what | median | spread, or against what | options | record |"
+        page = with_table(page, bench, head, list(newest.values()))
+    return page
 
 
 def main() -> int:
-    """Write the two files, or compare them with what would be written."""
+    """Write the files, or compare them with what would be written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is out of date")
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="the checkout")
     arguments = parser.parse_args()
-    stub_file, page_file = arguments.root / "src/lily/_core.pyi", arguments.root / "docs/options.md"
+    stub_file = arguments.root / "src/lily/_core.pyi"
+    options, performance = (arguments.root / "docs" / f"{name}.md" for name in ("options", "performance"))
+    records = arguments.root / "bench" / "records"
     stale = 0
-    for file, made in [(stub_file, stub()), (page_file, options_page(page_file.read_text()))]:
+    for file, made in [
+        (stub_file, stub()),
+        (options, options_page(options.read_text())),
+        (performance, performance_page(performance.read_text(), records)),
+    ]:
         committed = file.read_text()
         if committed == made:
             continue
