@@ -1,4 +1,4 @@
-"""Write what is committed but made: src/lily/_core.pyi and the tables in docs/options.md and docs/performance.md.
+"""Write what is committed but made: src/lily/_core.pyi, and the tables of options and of records in docs/.
 
 The first two come from the built core, the last from bench/records.
 
