@@ -44,6 +44,8 @@ class Engine:
         weights = _core.Weights(str(folder))
         for warning in weights.warnings:
             _log.warning("%s: %s", folder, warning)
+        if weights.skipped:
+            _log.info("%s: %d vision and multi-token-prediction tensors not read", folder, weights.skipped)
         self.folder = folder
         self.config: dict[str, Any] = weights.config
         self.context = int(self.config["max_positions"])
