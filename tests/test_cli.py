@@ -118,7 +118,7 @@ def test_failures_are_one_line_and_a_code(arguments: list[str], code: int, text:
 
 
 def endless() -> "subprocess.Popen[str]":
-    """A story too long to be over before it is stopped."""
+    """A story of any tokens. One in 2,048 is an end token, so once in a while it is over before it is stopped."""
     any_token = ["--max-tokens", "4000", "--temp", "1000", "--top-k", "0", "--top-p", "1"]
     return subprocess.Popen(
         [sys.executable, "-m", "lily", "generate", *any_token],
@@ -129,23 +129,30 @@ def endless() -> "subprocess.Popen[str]":
 
 
 def test_ctrl_c_ends_with_130() -> None:
-    with endless() as child:
-        assert child.stdout is not None
-        assert child.stdout.read(20)
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=5)
+    for _ in range(5):
+        with endless() as child:
+            assert child.stdout is not None
+            assert child.stdout.read(20)
+            child.send_signal(signal.SIGINT)
+            _, errors = child.communicate(timeout=5)
+        if child.returncode != 0:
+            break
     assert child.returncode == 130
     assert "Traceback" not in errors
 
 
 def test_a_closed_pipe_is_no_drama() -> None:
-    with endless() as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.read(20)
-        child.stdout.close()
-        errors = child.stderr.read()
-        assert child.wait(timeout=30) == 141
+    for _ in range(5):
+        with endless() as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            assert child.stdout.read(20)
+            child.stdout.close()
+            errors = child.stderr.read()
+            status = child.wait(timeout=30)
+        if status != 0:
+            break
+    assert status == 141
     assert errors == "lily: no --model, so the embedded demo writes; it only tells stories\n"
 
 
