@@ -8,13 +8,16 @@ import platform
 import shutil
 from dataclasses import dataclass
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung and the commands it needs on PATH."""
+    """One rung, the commands it needs on PATH, and whether it stands on Linux only."""
 
     shows: str
     needs: tuple[str, ...]
+    linux: bool = True
 
     @property
     def missing(self) -> list[str]:
@@ -22,6 +25,7 @@ class Rung:
 
 
 RUNGS = {
+    "git": Rung("records of the bench, which name a commit", ("git",), linux=False),
     "clang": Rung("the core built by clang, warnings as errors", ("clang++-22",)),
     "arm64": Rung("the core built for arm64, under emulation", ("aarch64-linux-gnu-g++", "qemu-aarch64")),
 }
@@ -34,12 +38,18 @@ def must_all_run() -> bool:
 def why_left_out(name: str) -> str:
     """Say why a rung cannot run here, and what brings it; empty if it can."""
     rung = RUNGS[name]
-    if platform.system() != "Linux":
+    if rung.linux and platform.system() != "Linux":
         return f"rung {name} ({rung.shows}) runs on Linux only"
     if rung.missing:
         missing = ", no ".join(rung.missing)
         return f"rung {name} ({rung.shows}) left out: no {missing}; `make toolchain` brings it"
     return ""
+
+
+def climb(name: str) -> None:
+    """Skip the test that calls this, with the reason, if a rung cannot run here; fail it if all must."""
+    if reason := why_left_out(name):
+        (pytest.fail if must_all_run() else pytest.skip)(reason)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import rungs
 from bench import record
 
 pytestmark = pytest.mark.unsanitized
@@ -20,6 +21,7 @@ def git(root: Path, *arguments: str) -> str:
 @pytest.fixture(autouse=True)
 def repository(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a repository of one commit for records to name: the tree under test may be an export."""
+    rungs.climb("git")
     root = tmp_path_factory.mktemp("repository")
     git(root, "init", "--quiet")
     (root / "code.py").write_text("first")

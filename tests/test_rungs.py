@@ -21,11 +21,6 @@ PROMPT = "Once upon a time there was a"
 COUNT = 12
 
 
-def climb(name: str) -> None:
-    if reason := rungs.why_left_out(name):
-        (pytest.fail if rungs.must_all_run() else pytest.skip)(reason)
-
-
 def checked(*command: str | Path, env: dict[str, str] | None = None) -> str:
     """Run a command and give its output; fail with all that it said if it fails."""
     run = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -53,7 +48,7 @@ def story() -> tuple[list[str], list[str]]:
 
 
 def test_clang(tmp_path: Path, story: tuple[list[str], list[str]]) -> None:
-    climb("clang")
+    rungs.climb("clang")
     program = build(tmp_path, CMAKE_CXX_COMPILER="clang++-22")
     assert checked(program, *story[0]).split() == story[1]
 
@@ -61,7 +56,7 @@ def test_clang(tmp_path: Path, story: tuple[list[str], list[str]]) -> None:
 def test_arm64(tmp_path: Path, story: tuple[list[str], list[str]]) -> None:
     if platform.machine() in {"aarch64", "arm64"}:
         pytest.skip("this machine is an arm64 one, so every other test is this rung")
-    climb("arm64")
+    rungs.climb("arm64")
     program = build(
         tmp_path,
         CMAKE_SYSTEM_NAME="Linux",

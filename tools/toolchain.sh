@@ -5,8 +5,9 @@ set -eu
 
 # The build itself, so that this one command is enough on a bare machine.
 build="make g++ python3 python3-venv python3-dev"
-# clang, lld, llvm: the core under a second compiler, Metal kernels; qemu and the cross compiler: the arm64 build.
-rungs="clang-22 lld-22 llvm-22 libclang-rt-22-dev qemu-user g++-aarch64-linux-gnu"
+# git: the commit that a record of the bench names. clang, lld, llvm: the core under a second compiler, Metal kernels.
+# qemu and the cross compiler: the arm64 build.
+rungs="git clang-22 lld-22 llvm-22 libclang-rt-22-dev qemu-user g++-aarch64-linux-gnu"
 
 case "$(uname -s)" in
     Darwin)
