@@ -118,7 +118,7 @@ def test_failures_are_one_line_and_a_code(arguments: list[str], code: int, text:
 
 
 def endless() -> "subprocess.Popen[str]":
-    """A story of any tokens. One in 2,048 is an end token, so once in a while it is over before it is stopped."""
+    """A story of random tokens, one in 2,048 an end token: now and then it is over before it is stopped."""
     any_token = ["--max-tokens", "4000", "--temp", "1000", "--top-k", "0", "--top-p", "1"]
     return subprocess.Popen(
         [sys.executable, "-m", "lily", "generate", *any_token],
