@@ -22,7 +22,7 @@ from bench.synthetic_config import describe
 from lily import _core
 
 Case = Callable[[], float]  # takes one sample, in tok/s
-BEST = (0.0, 0, 1.0, 0)  # temperature, top_k, top_p and seed of greedy decoding
+BEST = _core.Sampling()  # the best token each time
 
 
 def prefill(session: _core.Session, tokens: NDArray[np.int32]) -> float:
@@ -36,11 +36,12 @@ def prefill(session: _core.Session, tokens: NDArray[np.int32]) -> float:
 def decode(session: _core.Session, state: _core.State, steps: int) -> float:
     """Write `steps` tokens after a state, which is left as it is; return tokens per second."""
     grown = session.fork(state)
-    token = session.sample(grown, *BEST)
-    token = session.step(grown, token, *BEST)  # copies what the fork shared, so it is not counted
+    history = _core.History()
+    token = session.sample(grown, BEST)
+    token = session.step(grown, token, BEST, history)  # copies what the fork shared, so it is not counted
     started = time.perf_counter()
     for _ in range(steps):
-        token = session.step(grown, token, *BEST)
+        token = session.step(grown, token, BEST, history)
     return steps / (time.perf_counter() - started)
 
 

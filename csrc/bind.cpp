@@ -191,10 +191,16 @@ void bind_weights(nb::module_& m) {
 }
 
 using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Mask = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatArray = nb::ndarray<nb::numpy, float>;
 
 std::span<const int32_t> span_of(const Tokens& tokens) {
     return {tokens.data(), tokens.shape(0)};
+}
+
+std::span<const uint32_t> span_of(const std::optional<Mask>& mask) {
+    return mask ? std::span(mask->data(), mask->shape(0)) : std::span<const uint32_t>();
 }
 
 // A NumPy array that owns its memory.
@@ -214,10 +220,6 @@ Progress progress_of(const nb::object& callback) {
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
         if (!callback.is_none()) callback(done, total);
     };
-}
-
-Sampling sampling_of(double temperature, int top_k, double top_p, uint64_t seed) {
-    return {static_cast<float>(temperature), top_k, static_cast<float>(top_p), seed};
 }
 
 // What Python holds as a Session: the core's, with the options it was made with.
@@ -338,6 +340,45 @@ void run_op(PySession& s, const std::string& name, int index,
     (ops.*step->second)(s.layer(index), batch);
 }
 
+// Python's Sampling(...) has the numbers as doubles and logit_bias as a dict.
+void make_sampling(Sampling* place, double temperature, int top_k, double top_p, double min_p,
+                   double repetition_penalty, double presence_penalty, double frequency_penalty,
+                   const std::map<int32_t, double>& logit_bias, uint64_t seed) {
+    const auto number = [](double value) { return static_cast<float>(value); };
+    new (place) Sampling{.temperature = number(temperature),
+                         .top_k = top_k,
+                         .top_p = number(top_p),
+                         .min_p = number(min_p),
+                         .repetition_penalty = number(repetition_penalty),
+                         .presence_penalty = number(presence_penalty),
+                         .frequency_penalty = number(frequency_penalty),
+                         .seed = seed};
+    for (const auto& [token, bias] : logit_bias) place->bias.push_back({token, number(bias)});
+}
+
+void bind_sampling(nb::module_& m) {
+    const Sampling none;
+    nb::class_<Sampling>(m, "Sampling", "What tokens are drawn by; by default, the best each time.")
+        .def("__init__", &make_sampling, nb::kw_only(), "temperature"_a = none.temperature,
+             "top_k"_a = none.top_k, "top_p"_a = none.top_p, "min_p"_a = none.min_p,
+             "repetition_penalty"_a = none.repetition_penalty, "presence_penalty"_a = none.presence_penalty,
+             "frequency_penalty"_a = none.frequency_penalty, "logit_bias"_a = std::map<int32_t, double>(),
+             "seed"_a = none.seed);
+
+    nb::class_<History>(m, "History", "The tokens of an answer so far, counted for the penalties.")
+        .def(nb::init<>())
+        .def("add", &History::add, "token"_a, "Count a token once more; Session.step does so by itself.")
+        .def_prop_ro(
+            "counts",
+            [](const History& history) {
+                std::map<int32_t, int32_t> counts;
+                for (const auto& [token, count] : history.counts()) counts[token] = count;
+                return counts;
+            },
+            "How often each token is there.");
+}
+
+#define LILY_ALLOWED "allowed: numpy.typing.NDArray[numpy.uint32] | None = None"
 #define LILY_PROGRESS "progress: collections.abc.Callable[[int, int], None] | None = None"
 
 void bind_session(nb::module_& m) {
@@ -380,20 +421,44 @@ void bind_session(nb::module_& m) {
                     ") -> None"))
         .def(
             "sample",
-            [](PySession& s, State& state, double temperature, int top_k, double top_p, uint64_t seed) {
+            [](PySession& s, State& state, const Sampling& sampling, const History* history,
+               const std::optional<Mask>& allowed) {
                 nb::gil_scoped_release no_gil;
-                return s.session->sample(state, sampling_of(temperature, top_k, top_p, seed));
+                return s.session->sample(state, sampling, history ? *history : History(), span_of(allowed));
             },
-            "state"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "Draw the token that follows.")
+            "state"_a, "sampling"_a, "history"_a = nb::none(), "allowed"_a = nb::none(),
+            "Draw the token that follows. allowed: a bit for each token, bit i % 32 of word i / 32 for token "
+            "i.",
+            nb::sig("def sample(self, state: State, sampling: Sampling, history: History | None = "
+                    "None, " LILY_ALLOWED ") -> int"))
         .def(
             "step",
-            [](PySession& s, State& state, int32_t token, double temperature, int top_k, double top_p,
-               uint64_t seed) {
+            [](PySession& s, State& state, int32_t token, const Sampling& sampling, History& history,
+               const std::optional<Mask>& allowed) {
                 nb::gil_scoped_release no_gil;
-                return s.session->step(state, token, sampling_of(temperature, top_k, top_p, seed));
+                return s.session->step(state, token, sampling, history, span_of(allowed));
             },
-            "state"_a, "token"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a,
-            "Take a token in and draw the next.")
+            "state"_a, "token"_a, "sampling"_a, "history"_a, "allowed"_a = nb::none(),
+            "Take a drawn token in, and into the history, and draw the next.",
+            nb::sig(
+                "def step(self, state: State, token: int, sampling: Sampling, history: History, " LILY_ALLOWED
+                ") -> int"))
+        .def(
+            "logprobs",
+            [](const PySession& s, const State& state, int32_t token, int top) {
+                std::vector<TokenLogprob> found;
+                {
+                    nb::gil_scoped_release no_gil;
+                    found = s.session->logprobs(state, token, top);
+                }
+                std::vector<std::pair<int32_t, double>> pairs;
+                for (const auto& [id, logprob] : found) pairs.emplace_back(id, logprob);
+                return pairs;
+            },
+            "state"_a, "token"_a, "top"_a,
+            "(token, logprob) of a token that could follow, then of the `top` likeliest: the log-softmax of "
+            "the "
+            "last token's logits as they are.")
         .def(
             "logits",
             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
@@ -424,12 +489,13 @@ void bind_session(nb::module_& m) {
                      "tuple[numpy.typing.NDArray[numpy.float32], numpy.typing.NDArray[numpy.float32]]"))
         .def(
             "_sample_from",
-            [](PySession& s, const nb::ndarray<const float, nb::ndim<1>, nb::c_contig>& logits,
-               double temperature, int top_k, double top_p, uint64_t seed, int64_t position) {
-                return s.session->ops().sample(logits.data(), static_cast<int>(logits.shape(0)),
-                                               sampling_of(temperature, top_k, top_p, seed), position);
+            [](PySession& s, const Floats& logits, const Sampling& sampling, int64_t position,
+               const History* history, const std::optional<Mask>& allowed) {
+                const Draw draw{position, history ? history->counts() : std::span<const TokenCount>(),
+                                span_of(allowed)};
+                return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
             },
-            "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "position"_a)
+            "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
         .def(
@@ -454,5 +520,6 @@ void bind_session(nb::module_& m) {
 NB_MODULE(_core, m) {
     nb::register_exception_translator(lily::translate, nullptr);
     lily::bind_weights(m);
+    lily::bind_sampling(m);
     lily::bind_session(m);
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "state.h"
 #include "tensor.h"
@@ -61,11 +62,35 @@ struct Activations {
 #undef LILY_FIELD
 };
 
+struct TokenBias {
+    int32_t token;
+    float bias;  // an addend; -infinity excludes the token
+};
+
+struct TokenCount {
+    int32_t token;
+    int32_t count;
+};
+
+// What tokens are drawn by, the same for a whole answer. Values that stand here change nothing, but for the
+// temperature.
 struct Sampling {
     float temperature = 0;  // 0: the best token, ties to the lower id
     int top_k = 0;          // 0: all
     float top_p = 1;
+    float min_p = 0;
+    float repetition_penalty = 1;  // > 0
+    float presence_penalty = 0;
+    float frequency_penalty = 0;
+    std::vector<TokenBias> bias;  // by token, each once
     uint64_t seed = 0;
+};
+
+// What one token is drawn from beside the logits.
+struct Draw {
+    int64_t position = 0;                // of the token in its sequence
+    std::span<const TokenCount> counts;  // the generated tokens, by token, each once
+    std::span<const uint32_t> allowed;   // (V / 32), bit i % 32 of word i / 32 for token i; empty: all are
 };
 
 struct Ops {
@@ -96,8 +121,10 @@ struct Ops {
 
     // Final norm and head of rows [row, row + rows) into logits (rows, V) f32.
     virtual void head(const Weights&, int row, int rows, float* logits) = 0;
-    // Draws the token at a position from logits (V) f32.
-    virtual int32_t sample(const float* logits, int vocab, const Sampling&, int64_t position) = 0;
+    // Draws a token from logits (V) f32 that this backend's head wrote. Every backend draws the same one:
+    // reference.py states each rounding. Throws DeviceError if a logit is not finite, std::invalid_argument
+    // if no token is left or an id is outside the vocabulary.
+    virtual int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).

@@ -84,16 +84,28 @@ void Session::logits(State& state, std::span<const int32_t> tokens, float* out, 
     });
 }
 
-int32_t Session::sample(State& state, const Sampling& sampling) {
+std::span<const float> Session::logits_of(const State& state) const {
     LILY_CHECK(std::invalid_argument, state.has_logits(),
                "nothing to continue: the state holds no token's logits");
-    const std::lock_guard lock(mutex_);
-    return ops_->sample(state.logits(), weights_->config.vocab, sampling, state.length());
+    return {state.logits(), static_cast<size_t>(weights_->config.vocab)};
 }
 
-int32_t Session::step(State& state, int32_t token, const Sampling& sampling) {
+int32_t Session::sample(State& state, const Sampling& sampling, const History& history,
+                        std::span<const uint32_t> allowed) {
+    const std::span<const float> logits = logits_of(state);
+    const std::lock_guard lock(mutex_);
+    return ops_->sample(logits, sampling, {state.length(), history.counts(), allowed});
+}
+
+int32_t Session::step(State& state, int32_t token, const Sampling& sampling, History& history,
+                      std::span<const uint32_t> allowed) {
     extend(state, {&token, 1}, nullptr);
-    return sample(state, sampling);
+    history.add(token);
+    return sample(state, sampling, history, allowed);
+}
+
+std::vector<TokenLogprob> Session::logprobs(const State& state, int32_t token, int top) const {
+    return lily::logprobs(logits_of(state), token, top);
 }
 
 }  // namespace lily

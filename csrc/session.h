@@ -8,6 +8,8 @@
 #include <span>
 
 #include "forward.h"
+#include "history.h"
+#include "logprobs.h"
 
 namespace lily {
 
@@ -29,16 +31,22 @@ class Session {
     void extend(State& state, std::span<const int32_t> tokens, const Progress& progress);
 
     // Draws the token that follows the state's last token. Needs logits, so at least one token must have been
-    // taken in.
-    int32_t sample(State& state, const Sampling& sampling);
+    // taken in. `allowed` as in Draw.
+    int32_t sample(State& state, const Sampling& sampling, const History& history = {},
+                   std::span<const uint32_t> allowed = {});
 
-    // extend() by one token, then sample(): a decode step.
-    int32_t step(State& state, int32_t token, const Sampling& sampling);
+    // A decode step: takes a drawn token in, and into the history, and draws the next.
+    int32_t step(State& state, int32_t token, const Sampling& sampling, History& history,
+                 std::span<const uint32_t> allowed = {});
+
+    // What logprobs.h says of the state's logits.
+    std::vector<TokenLogprob> logprobs(const State& state, int32_t token, int top) const;
 
     // Takes tokens in and writes every row's logits, (tokens, V) f32.
     void logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress);
 
    private:
+    std::span<const float> logits_of(const State& state) const;
     void check(const State& state, std::span<const int32_t> tokens) const;
     template <class AfterChunk>
     void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after);

@@ -1,10 +1,12 @@
 """The one list of op cases: which op, on which checkpoint, for how many rows, after how long a past.
 
 A case feeds an op what reference.py feeds it, and compares what it writes, and the state it leaves, with what
-reference.py gets. Every backend passes every case.
+reference.py gets. Every backend passes every case. Draws are cases of the op `sample`, which must
+agree exactly.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +87,66 @@ def inputs(case: Case, config: reference.Config, widths: dict[str, int], seed: i
         drawn["expert"] = ranked[:, : config.experts_per_token].astype(np.float32)
         drawn["weight"] = rng.dirichlet(np.ones(config.experts_per_token), case.rows).astype(np.float32)
     return drawn
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A token to draw: the arguments of reference.sample, with Sampling's as a dict."""
+
+    logits: Array  # (V) float32
+    sampling: dict[str, Any]
+    position: int
+    history: list[int]  # the tokens generated before
+    allowed: Array | None  # (V / 32) uint32
+
+    @property
+    def counts(self) -> dict[int, int]:
+        return dict(Counter(self.history))
+
+
+def draws(count: int, vocabs: Sequence[int] = (1, 2, 3, 4, 5, 31, 32, 33, 100, 1000, 4097)) -> Iterator[Draw]:
+    """Make `count` cases of sampling. All but a few have ties, extreme numbers or excluded tokens."""
+    for number in range(count):
+        rng = np.random.default_rng([number, *vocabs])
+        vocab = int(rng.choice(vocabs))
+        sampling: dict[str, Any] = {
+            "temperature": float(rng.choice([0, 1e-6, 1e-3, 0.3, 1, 1.5, 10, 1e3])),
+            "top_k": int(rng.choice([0, 1, 2, 20, 50, vocab, vocab + 5, 2**31 - 1])),
+            "top_p": float(rng.choice([0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1])),
+            "min_p": float(rng.choice([0, 0, 0, 1e-12, 0.01, 0.5, 1])),
+            "seed": int(rng.integers(0, 2**64, dtype=np.uint64)),
+        }
+        history: list[int] = []
+        if rng.random() < 0.5:
+            sampling["repetition_penalty"] = float(rng.choice([1, 0.01, 0.5, 1.1, 100]))
+            sampling["presence_penalty"] = float(rng.choice([0, -2, 0.7, 2]))
+            sampling["frequency_penalty"] = float(rng.choice([0, -0.3, 0.1, 2]))
+            history = rng.integers(0, vocab, rng.integers(0, 50)).tolist()
+        if rng.random() < 0.5:
+            tokens = rng.integers(0, vocab, 5).tolist()
+            sampling["logit_bias"] = dict(
+                zip(tokens, rng.choice([-np.inf, -100, -1, 0.5, 100], 5), strict=True)
+            )
+        allowed = None
+        if rng.random() < 0.3:
+            allowed = rng.integers(0, 2**32, (vocab + 31) // 32, dtype=np.uint32)
+        yield Draw(_logits(rng, vocab), sampling, int(rng.integers(0, 2**40)), history, allowed)
+
+
+def _logits(rng: np.random.Generator, vocab: int) -> Array:
+    """Draw logits of one kind: normal and of any size, with ties, equal, zeros of both signs, subnormal."""
+    x = (10.0 ** rng.uniform(-6, 3) * rng.standard_normal(vocab)).astype(np.float32)
+    kind = rng.integers(0, 7)
+    if kind == 0:
+        x = np.round(x)
+    elif kind == 1:
+        x[:] = x[0]
+    elif kind == 2:
+        x = np.where(rng.random(vocab) < 0.5, np.float32(0), np.float32(-0.0))
+    elif kind == 3:
+        x = rng.choice(x[:3], vocab)
+    elif kind == 4:
+        x *= np.float32(1e-41)
+    elif kind == 5:
+        x = rng.choice(np.array([3.4e38, -3.4e38, 1], np.float32), vocab)
+    return x

@@ -17,11 +17,12 @@ void tell(const char* checkpoint, int count, const std::vector<int32_t>& prompt)
     const lily::OpsOptions options{.threads = 2, .rows = kChunk, .kv = lily::DType::f32, .simd = "plain"};
     lily::Session session(weights, lily::make_ops("cpu", *weights, options), kChunk, options.kv);
     lily::State state = session.new_state();
+    lily::History history;
     session.extend(state, prompt, {});
     int32_t token = session.sample(state, {});
     for (int i = 0; i < count; ++i) {
         std::printf("%d\n", token);
-        if (i + 1 < count) token = session.step(state, token, {});
+        if (i + 1 < count) token = session.step(state, token, {}, history);
     }
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lily
+from lily.__main__ import main
 
 
 def command(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +34,22 @@ def test_a_first_run_tells_a_story() -> None:
     assert first.stderr == "lily: no --model, so the embedded demo writes; it only tells stories\n"
     assert second.stdout == first.stdout
     assert command("generate", "--seed", "8", "--max-tokens", "60").stdout != first.stdout
+
+
+def test_each_number_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.2, "repetition_penalty": 1.5}
+    given |= {"presence_penalty": -1, "frequency_penalty": 1.5, "seed": 3, "max_tokens": 9}
+    asked = []
+
+    def stream(_: lily.Model, prompt: object, **arguments: object) -> None:
+        asked.append(arguments)
+        raise lily.LilyError("that is all")
+
+    monkeypatch.setattr(lily.Model, "stream", stream)
+    flags = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    assert main(["generate", "A dog.", "--model", lily.DEMO, *flags]) == 1
+    assert main(["generate", "A dog.", "--model", lily.DEMO]) == 1
+    assert asked == [given, dict.fromkeys(given)]
 
 
 def test_the_command_says_what_the_library_says() -> None:

@@ -164,16 +164,19 @@ def test_a_step_is_extend_then_sample(tiny):
     one, other = tiny.new_state(), tiny.new_state()
     tiny.extend(one, random_tokens(20))
     tiny.extend(other, random_tokens(20))
-    settings = (0.9, 50, 0.9, 11)
-    drawn = [tiny.sample(one, *settings)]
+    sampling = _core.Sampling(temperature=0.9, top_k=50, top_p=0.9, frequency_penalty=0.5, seed=11)
+    history, counted = _core.History(), _core.History()
+    drawn = [tiny.sample(one, sampling)]
     for _ in range(20):
-        drawn.append(tiny.step(one, drawn[-1], *settings))
+        drawn.append(tiny.step(one, drawn[-1], sampling, history))
     again = []
     for _ in range(21):
-        again.append(tiny.sample(other, *settings))
+        again.append(tiny.sample(other, sampling, counted))
         tiny.extend(other, np.array(again[-1:], np.int32))
+        counted.add(again[-1])
     assert drawn == again
     assert len(set(drawn)) > 5
+    assert history.counts == {token: drawn[:-1].count(token) for token in drawn[:-1]}
 
 
 # Memory.
@@ -248,7 +251,9 @@ def test_progress_counts_up_to_the_total():
 def test_an_empty_state_has_nothing_to_continue(tiny):
     state = tiny.new_state()
     with pytest.raises(ValueError, match="nothing to continue"):
-        tiny.sample(state, 0, 0, 1, 0)
+        tiny.sample(state, _core.Sampling())
+    with pytest.raises(ValueError, match="nothing to continue"):
+        tiny.logprobs(state, 0, 0)
     with pytest.raises(ValueError, match="no token's logits"):
         tiny.last_logits(state)
     tiny.extend(state, np.zeros(0, np.int32))

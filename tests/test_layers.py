@@ -35,9 +35,11 @@ MAY_INCLUDE = {
     "ops.h": f"{LEAVES} weights.h state.h",
     "state.cpp": MODEL,  # it allocates and copies through Ops
     "forward.*": f"{MODEL} forward.h",
-    "session.*": f"{MODEL} forward.h session.h",
+    "logprobs.*": f"{LEAVES} logprobs.h",
+    "history.h": MODEL,
+    "session.*": f"{MODEL} forward.h history.h logprobs.h session.h",
     "backends.cpp": f"{MODEL} cpu/backend.h",  # the factory, which knows what there is
-    "bind.cpp": f"{MODEL} forward.h session.h options.h",
+    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h options.h",
     "cpu/*": f"{MODEL} cpu/*",
 }
 # What stands in one place only: the pattern, where it may stand, why.

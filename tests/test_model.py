@@ -640,7 +640,8 @@ def test_info_says_what_was_loaded(model: lily.Model) -> None:
     assert info.scratch_bytes > 0
     assert (info.context, info.vocab) == (4096, 4096)
     assert info.stop_tokens == (4087, 4089)
-    assert info.sampling == {"temperature": 0.7, "top_k": 40, "top_p": 0.95}
+    numbers = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0, "repetition_penalty": 1}
+    assert info.sampling == numbers | {"presence_penalty": 0, "frequency_penalty": 0}
     assert info.device in repr(model)
     assert "lily-tales-22m-4bit" in repr(model)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cases import OPS, Case, cases, inputs
+from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
 from support import CHECKPOINTS, code_paths, compare
 
@@ -73,7 +73,7 @@ def padded(array, width):
 
 
 def test_every_op_has_cases():
-    named = {case.op for case in cases()}
+    named = {case.op for case in cases()}  # embed and sample have tests of their own
     assert named == set(OPS)
     session = _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), {})
     parts = [(session.new_state(), np.zeros(1, np.int32))]
@@ -89,15 +89,34 @@ def test_embed(models, sessions, tokens):
     compare("x", session._get("x", len(tokens)), want, 1e-7)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0, 0, 1), (1, 0, 1), (0.7, 20, 0.95), (1.5, 3, 0.5)]
-)
-def test_sample_draws_what_the_reference_draws(sessions, temperature, top_k, top_p):
-    rng = np.random.default_rng(3)
-    for position in range(200):
-        logits = (3 * rng.standard_normal(1000)).astype(np.float32)
-        if position % 5 == 0:
-            logits = np.round(logits)  # many ties
-        seed = int(rng.integers(0, 2**63))
-        drawn = sessions["tiny"]._sample_from(logits, temperature, top_k, top_p, seed, position)
-        assert drawn == reference.sample(logits, temperature, top_k, top_p, seed, position)
+def drawn(session, draw: Draw) -> int | None:
+    history = _core.History()
+    for token in draw.history:
+        history.add(token)
+    sampling = _core.Sampling(**draw.sampling)
+    try:
+        return session._sample_from(draw.logits, sampling, draw.position, history, draw.allowed)
+    except ValueError:
+        return None
+
+
+def wanted(draw: Draw) -> int | None:
+    sampling = reference.Sampling(**draw.sampling)
+    try:
+        return reference.sample(draw.logits, sampling, draw.position, draw.counts, draw.allowed)
+    except ValueError:
+        return None
+
+
+def test_sample(sessions):
+    refused = 0
+    for number, draw in enumerate(draws(3000)):
+        want = wanted(draw)
+        assert drawn(sessions["tiny"], draw) == want, (number, draw)
+        refused += want is None
+    assert 0 < refused < 300
+
+
+def test_sample_of_the_vocabulary_of_the_35b(sessions):
+    for number, draw in enumerate(draws(20, [248_320])):
+        assert drawn(sessions["tiny"], draw) == wanted(draw), (number, draw)

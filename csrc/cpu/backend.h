@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/sample.h"
 #include "cpu/threads.h"
 #include "ops.h"
 
@@ -67,7 +68,7 @@ class CpuOps final : public Ops {
     void moe_up(const LayerWeights&, const Batch&) override;
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
-    int32_t sample(const float* logits, int vocab, const Sampling&, int64_t position) override;
+    int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) override;
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
@@ -149,16 +150,12 @@ class CpuOps final : public Ops {
     float* partial_ = nullptr;             // (kSplitRows, H, spans of the longest context, Dh + 2)
     float* thread_ = nullptr;  // (threads): scores (H / G, 256), then two (kBlockRows, H / G, Dh + 2)
     int64_t thread_floats_ = 0;
-    std::vector<const float*> conv_;   // by delta layer: (C, channels), taps first
-    std::vector<double> frequency_;    // (R / 2)
-    int32_t* sorted_ = nullptr;        // (T K) slots t K + k, by expert
-    std::vector<int32_t> first_of_;    // (E + 1) into sorted_
-    std::vector<int32_t> active_;      // experts with at least one row
-    std::vector<int32_t> candidates_;  // (V) for sample
+    std::vector<const float*> conv_;  // by delta layer: (C, channels), taps first
+    std::vector<double> frequency_;   // (R / 2)
+    int32_t* sorted_ = nullptr;       // (T K) slots t K + k, by expert
+    std::vector<int32_t> first_of_;   // (E + 1) into sorted_
+    std::vector<int32_t> active_;     // experts with at least one row
+    SampleScratch sample_scratch_;
 };
-
-// The token a sampling setting picks from logits (V); candidates has room for V ids.
-int32_t sample_token(const float* logits, int vocab, const Sampling&, int64_t position,
-                     std::vector<int32_t>& candidates);
 
 }  // namespace lily

@@ -52,11 +52,17 @@ void for_each_linear(const Weights& weights, const Function& function) {
 }  // namespace
 
 CpuOps::CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels)
-    : c_(weights.config), kernels_(kernels), threads_(options.threads), rows_(options.rows), kv_(options.kv) {
+    : c_(weights.config),
+      kernels_(kernels),
+      threads_(options.threads),
+      rows_(options.rows),
+      kv_(options.kv),
+      sample_scratch_(c_.vocab) {
     LILY_CHECK(ModelFilesError, c_.conv_taps <= kMaxTaps, "linear_conv_kernel_dim: wanted at most %d, got %d",
                kMaxTaps, c_.conv_taps);
     allocate_scratch();
     size_arranged(weights);
+    scratch_bytes_ += sample_scratch_.bytes();
     for (int i = 0; i < c_.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c_.rope_theta, -2.0 * i / c_.rotary_dim));
     for (const LayerWeights& layer : weights.layers) {
@@ -69,7 +75,6 @@ CpuOps::CpuOps(const Weights& weights, const OpsOptions& options, const Kernels&
     }
     first_of_.resize(static_cast<size_t>(c_.experts) + 1);
     active_.reserve(static_cast<size_t>(c_.experts));
-    candidates_.reserve(static_cast<size_t>(c_.vocab));
 }
 
 float* CpuOps::scratch(int64_t floats) {
@@ -207,8 +212,8 @@ void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
              rows);
 }
 
-int32_t CpuOps::sample(const float* logits, int vocab, const Sampling& sampling, int64_t position) {
-    return sample_token(logits, vocab, sampling, position, candidates_);
+int32_t CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
+    return sample_token(logits, sampling, draw, sample_scratch_);
 }
 
 void CpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {

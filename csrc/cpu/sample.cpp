@@ -1,75 +1,267 @@
-// Drawing a token. The random numbers are a function of (seed, position, token id) alone, so a draw never
-// depends on what was drawn before, on the batch, or on the order in which candidates are looked at.
-#include <algorithm>
-#include <cmath>
+// Drawing a token on the CPU, bit for bit as reference.py states it. The random numbers are a function of
+// (seed, position, token id) alone, so a draw never depends on what was drawn before, on the batch, or on the
+// order in which candidates are looked at. That leaves the order free: what can't win is skipped.
+#include "cpu/sample.h"
 
-#include "cpu/backend.h"
+#include <algorithm>
+#include <limits>
+
+#include "cpu/fixed.h"
+#include "error.h"
 
 namespace lily {
 
 namespace {
 
-// Philox-4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
-std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, uint32_t key0, uint32_t key1) {
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t a = uint64_t{0xD2511F53u} * counter[0], b = uint64_t{0xCD9E8D57u} * counter[2];
-        counter = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key0, static_cast<uint32_t>(b),
-                   static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key1, static_cast<uint32_t>(a)};
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    return counter;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kBinBits = 14;       // a bin of logits: sign, exponent and five bits of the mantissa
+constexpr int kBlock = 16;         // logits looked at together
+constexpr int kLeastBuffer = 256;  // candidates gathered before the best of them are picked
+
+// A logit's bits as an int that orders as the floats do, but for -0 < +0.
+int32_t order(float x) {
+    const auto bits = std::bit_cast<int32_t>(x);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+float from_order(int32_t key) {
+    return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff));
+}
+size_t bin_of(float x) {
+    return (static_cast<uint32_t>(order(x + 0.f)) ^ 0x80000000u) >> (32 - kBinBits);  // -0 + 0 is +0
 }
 
-// A draw from the standard Gumbel distribution: the largest of logit + gumbel is a draw from the softmax.
-double gumbel(uint64_t seed, int64_t position, int32_t token) {
-    const auto p = static_cast<uint64_t>(position);
-    const std::array<uint32_t, 4> words = philox(
-        {static_cast<uint32_t>(token) / 4, static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32), 0},
-        static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    const double u =
-        ((words[static_cast<size_t>(token) % 4] >> 8) + 0.5) * 0x1p-24;  // in (0, 1), never an end
-    return -std::log(-std::log(u));
+bool better(const Candidate& a, const Candidate& b) {
+    return a.x > b.x || (a.x == b.x && a.token < b.token);
+}
+
+// The largest of n logits. Throws if one is not finite and `finite` says that all must be.
+float largest(std::span<const float> x, bool finite) {
+    int32_t top = std::numeric_limits<int32_t>::min(), magnitude = 0;
+    for (const float value : x) {
+        top = std::max(top, order(value));
+        magnitude = std::max(magnitude, std::bit_cast<int32_t>(value) & 0x7fffffff);
+    }
+    if (finite && magnitude >= 0x7f800000) {
+        size_t i = 0;
+        while (x[i] - x[i] == 0) ++i;
+        throw DeviceError(
+            format("sample: wanted finite logits, got %g for token %zu of %zu; the weights are "
+                   "damaged, or the device failed",
+                   static_cast<double>(x[i]), i, x.size()));
+    }
+    return from_order(top);
+}
+
+template <class Entry>
+void check_ids(const char* what, std::span<const Entry> entries, size_t vocab) {
+    if (entries.empty()) return;
+    const int32_t first = entries.front().token, last = entries.back().token;  // they are in order
+    LILY_CHECK(std::invalid_argument, first >= 0 && static_cast<size_t>(last) < vocab,
+               "%s: wanted token ids from 0 to %zu, got %d", what, vocab - 1, first < 0 ? first : last);
+}
+
+// The logits after mask, bias and penalties, in that order; -infinity for what is excluded.
+void adjust(std::span<float> x, const Sampling& s, const Draw& draw) {
+    if (!draw.allowed.empty()) {
+        LILY_CHECK(std::invalid_argument, draw.allowed.size() == (x.size() + 31) / 32,
+                   "allowed: wanted %zu words, a bit for each of %zu tokens, got %zu", (x.size() + 31) / 32,
+                   x.size(), draw.allowed.size());
+        for (size_t i = 0; i < x.size(); ++i)
+            if ((draw.allowed[i / 32] >> (i % 32) & 1) == 0) x[i] = -kInfinity;
+    }
+    for (const auto& [token, bias] : s.bias) x[static_cast<size_t>(token)] += bias;
+    const float inverse = 1 / s.repetition_penalty;
+    for (const auto& [token, count] : draw.counts) {
+        float& value = x[static_cast<size_t>(token)];
+        value *= value < 0 ? s.repetition_penalty : inverse;
+        const float many = s.frequency_penalty * static_cast<float>(count);
+        value -= s.presence_penalty + many;
+    }
+    const auto limit = [&](const auto& entry) {
+        float& value = x[static_cast<size_t>(entry.token)];
+        value = std::min(value, std::numeric_limits<float>::max());
+    };
+    std::ranges::for_each(s.bias, limit);
+    std::ranges::for_each(draw.counts, limit);
+}
+
+// A draw among adjusted logits.
+class Drawing {
+   public:
+    Drawing(std::span<const float> x, float top, const Sampling& s, int64_t position)
+        : x_(x),
+          top_(top),
+          factor_(0x1p24f / std::max(s.temperature, 0x1p-20f)),
+          least_mass_(static_cast<uint64_t>(s.min_p * 0x1p40f)),
+          seed_(s.seed),
+          position_(static_cast<uint64_t>(position)) {}
+
+    // (x - top) / temperature in 2^-24.
+    int64_t scaled(float x) const { return static_cast<int32_t>(std::max((x - top_) * factor_, -0x1p30f)); }
+    uint64_t mass_of(float x) const {
+        constexpr int64_t kNone = int64_t{-28} << 24;  // e^-28 is less than 2^-40
+        const int64_t z = scaled(x);
+        return z < kNone ? 0 : mass(z);
+    }
+
+    // The one drawn of all tokens that are no worse than `last`.
+    int32_t among_all(const Candidate& last) {
+        const auto vocab = static_cast<int32_t>(x_.size());
+        const auto first = static_cast<int32_t>(std::ranges::find(x_, top_) - x_.begin());
+        consider({top_, first}, block(first / 4)[static_cast<size_t>(first) % 4]);
+        for (int32_t start = 0; start < vocab; start += 4) {
+            const int32_t end = std::min(start + 4, vocab);
+            float most = -kInfinity;
+            for (int32_t i = start; i < end; ++i) most = std::max(most, x_[static_cast<size_t>(i)]);
+            if (most < last.x || scaled(most) + kLargestGumbel < score_) continue;
+            const auto words = block(start / 4);
+            for (int32_t i = start; i < end; ++i) {
+                const Candidate candidate{x_[static_cast<size_t>(i)], i};
+                if (!better(last, candidate)) consider(candidate, words[static_cast<size_t>(i - start)]);
+            }
+        }
+        return token_;
+    }
+
+    int32_t among(std::span<const Candidate> candidates) {
+        for (const Candidate& candidate : candidates) {
+            const int32_t i = candidate.token;
+            if (scaled(candidate.x) + kLargestGumbel >= score_)
+                consider(candidate, block(i / 4)[static_cast<size_t>(i) % 4]);
+        }
+        return token_;
+    }
+
+   private:
+    // The random words of tokens 4 b to 4 b + 3.
+    std::array<uint32_t, 4> block(int32_t b) const {
+        return philox({static_cast<uint32_t>(b), static_cast<uint32_t>(position_),
+                       static_cast<uint32_t>(position_ >> 32), 0},
+                      static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32));
+    }
+
+    void consider(const Candidate& candidate, uint32_t word) {
+        const int64_t z = scaled(candidate.x);
+        if (z + gumbel_bound(word) < score_ || (least_mass_ > 0 && mass(z) < least_mass_)) return;
+        const int64_t score = z + gumbel(word);
+        if (score < score_ || (score == score_ && candidate.token > token_)) return;
+        score_ = score;
+        token_ = candidate.token;
+    }
+
+    const std::span<const float> x_;
+    const float top_, factor_;
+    const uint64_t least_mass_, seed_, position_;
+    int64_t score_ = std::numeric_limits<int32_t>::min();
+    int32_t token_ = std::numeric_limits<int32_t>::max();
+};
+
+// Gathers the k best, in no order. Of tokens that come with rising ids, an equal one is never better.
+void gather_best(std::span<const float> x, size_t k, std::vector<Candidate>& found) {
+    found.clear();
+    const size_t room = std::min(k + std::max<size_t>(k, kLeastBuffer), x.size());
+    float bar = -kInfinity;  // to be among the best, a logit must be above it
+    const auto shrink = [&] {
+        if (found.size() < k) return;
+        std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(k) - 1, found.end(), better);
+        found.resize(k);
+        bar = found.back().x;
+    };
+    for (size_t start = 0; start < x.size(); start += kBlock) {
+        const auto block = x.subspan(start, std::min<size_t>(kBlock, x.size() - start));
+        int above = 0;
+        for (const float value : block) above |= value > bar;
+        if (!above) continue;
+        for (size_t i = 0; i < block.size(); ++i) {
+            if (!(block[i] > bar)) continue;
+            if (found.size() == room) shrink();
+            if (block[i] > bar) found.push_back({block[i], static_cast<int32_t>(start + i)});
+        }
+    }
+    shrink();
+}
+
+// The part of a total that top_p stands for: total * floor(top_p 2^32) / 2^32.
+uint64_t part_of(uint64_t total, float top_p) {
+    const auto part = static_cast<uint64_t>(top_p * 0x1p32f);
+    return (total >> 32) * part + ((total & 0xffffffffu) * part >> 32);
+}
+
+// How many of candidates, best first, it takes to hold a mass; at least one.
+size_t count_holding(std::span<const Candidate> candidates, const Drawing& drawing, uint64_t wanted) {
+    size_t count = 0;
+    uint64_t held = 0;
+    do held += drawing.mass_of(candidates[count++].x);
+    while (count < candidates.size() && held < wanted);
+    return count;
+}
+
+// The last of the best of all tokens that hold top_p of the mass. Bins keep the sorting to a few of them.
+Candidate last_holding(std::span<const float> x, const Drawing& drawing, float top_p,
+                       SampleScratch& scratch) {
+    std::ranges::fill(scratch.masses, 0);
+    uint64_t total = 0;
+    for (const float value : x)
+        if (const uint64_t m = drawing.mass_of(value)) {
+            scratch.masses[bin_of(value)] += m;
+            total += m;
+        }
+    const uint64_t wanted = std::max<uint64_t>(part_of(total, top_p), 1);
+    uint64_t held = 0;
+    size_t bin = scratch.masses.size() - 1;
+    while (held + scratch.masses[bin] < wanted) held += scratch.masses[bin--];
+
+    std::vector<Candidate>& found = scratch.candidates;
+    found.clear();
+    for (size_t i = 0; i < x.size(); ++i)
+        if (bin_of(x[i]) == bin) found.push_back({x[i], static_cast<int32_t>(i)});
+    std::ranges::sort(found, better);
+    return found[count_holding(found, drawing, wanted - held) - 1];
 }
 
 }  // namespace
 
-int32_t sample_token(const float* logits, int vocab, const Sampling& s, int64_t position,
-                     std::vector<int32_t>& ids) {
-    if (s.temperature == 0) return static_cast<int32_t>(std::max_element(logits, logits + vocab) - logits);
+SampleScratch::SampleScratch(int vocab) : masses(size_t{1} << kBinBits) {
+    adjusted.resize(static_cast<size_t>(vocab));
+    candidates.reserve(static_cast<size_t>(vocab));
+}
 
-    ids.resize(static_cast<size_t>(vocab));
-    for (int32_t i = 0; i < vocab; ++i) ids[static_cast<size_t>(i)] = i;
-    const auto better = [&](int32_t a, int32_t b) {
-        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-    };
-    auto end = ids.end();
-    if (s.top_k > 0 && s.top_k < vocab) {
-        std::nth_element(ids.begin(), ids.begin() + s.top_k, ids.end(), better);
-        end = ids.begin() + s.top_k;
+size_t SampleScratch::bytes() const {
+    return adjusted.size() * sizeof(float) + candidates.capacity() * sizeof(Candidate) +
+           masses.size() * sizeof(uint64_t);
+}
+
+int32_t sample_token(std::span<const float> logits, const Sampling& s, const Draw& draw,
+                     SampleScratch& scratch) {
+    check_ids<TokenBias>("logit_bias", s.bias, logits.size());
+    check_ids<TokenCount>("history", draw.counts, logits.size());
+    float top = largest(logits, true);
+    std::span<const float> x = logits;
+    const bool penalised = s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
+    if (!draw.allowed.empty() || !s.bias.empty() || (penalised && !draw.counts.empty())) {
+        scratch.adjusted.assign(logits.begin(), logits.end());
+        adjust(scratch.adjusted, s, draw);
+        x = scratch.adjusted;
+        top = largest(x, false);
+        LILY_CHECK(std::invalid_argument, top > -kInfinity,
+                   "no token is left to draw; the mask and logit_bias exclude all %zu", x.size());
     }
-    if (s.top_p < 1) {
-        std::sort(ids.begin(), end, better);
-        const auto weight = [&](int32_t i) {
-            return std::exp((double(logits[i]) - logits[ids[0]]) / s.temperature);
-        };
-        double total = 0, mass = 0;
-        for (auto i = ids.begin(); i != end; ++i) total += weight(*i);
-        auto kept = ids.begin();
-        do mass += weight(*kept++);
-        while (kept != end && mass < s.top_p * total);
-        end = kept;
-    }
-    int32_t best = -1;
-    double best_score = 0;
-    for (auto i = ids.begin(); i != end; ++i) {
-        const double score = double(logits[*i]) / s.temperature + gumbel(s.seed, position, *i);
-        if (best < 0 || score > best_score || (score == best_score && *i < best)) {
-            best = *i;
-            best_score = score;
+    if (s.temperature == 0) return static_cast<int32_t>(std::ranges::find(x, top) - x.begin());
+
+    Drawing drawing(x, top, s, draw.position);
+    if (s.top_k > 0 && static_cast<size_t>(s.top_k) < x.size()) {
+        gather_best(x, static_cast<size_t>(s.top_k), scratch.candidates);
+        std::span<const Candidate> kept = scratch.candidates;
+        if (s.top_p < 1) {
+            std::ranges::sort(scratch.candidates, better);
+            uint64_t total = 0;
+            for (const Candidate& candidate : kept) total += drawing.mass_of(candidate.x);
+            kept = kept.first(count_holding(kept, drawing, part_of(total, s.top_p)));
         }
+        return drawing.among(kept);
     }
-    return best;
+    if (s.top_p < 1) return drawing.among_all(last_holding(x, drawing, s.top_p, scratch));
+    return drawing.among_all({-kInfinity, std::numeric_limits<int32_t>::max()});
 }
 
 }  // namespace lily

@@ -15,6 +15,7 @@ from lily.errors import ContextError, DeviceError, LilyError, ModelFilesError
 
 if TYPE_CHECKING:
     from lily.completion import Chunk, Completion, Stream, Timings, Usage
+    from lily.logprobs import TokenLogprob
     from lily.model import Model, ModelInfo
     from lily.prefix import Prefix
     from lily.sampling import Sampling
@@ -36,6 +37,7 @@ __all__ = [
     "Sampling",
     "Stream",
     "Timings",
+    "TokenLogprob",
     "Tokenizer",
     "Usage",
     "__version__",
@@ -50,6 +52,7 @@ _MODULES = {
     "Stream": "completion",
     "Timings": "completion",
     "Usage": "completion",
+    "TokenLogprob": "logprobs",
     "Model": "model",
     "ModelInfo": "model",
     "Prefix": "prefix",

@@ -77,6 +77,21 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 from all"
     )
     generate.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that sum to P")
+    generate.add_argument(
+        "--min-p", type=float, metavar="P", help="draw from those with P times the likeliest's probability"
+    )
+    generate.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="divide the logits of the answer's tokens by R"
+    )
+    generate.add_argument(
+        "--presence-penalty", type=float, metavar="A", help="take A off the logits of the answer's tokens"
+    )
+    generate.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="A",
+        help="take A off them for each time that they are there",
+    )
     generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     generate.add_argument(
         "--stats", action="store_true", help="print counts and speed even if stderr is no terminal"
@@ -126,6 +141,10 @@ def _generate(options: argparse.Namespace) -> int:
             temperature=options.temp,
             top_k=options.top_k,
             top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
             seed=options.seed,
         )
         for chunk in stream:

@@ -41,6 +41,23 @@ class Weights:
     def tensor_bytes(self, name: str) -> bytes:
         """A copy of one bound tensor's bytes."""
 
+class Sampling:
+    """What tokens are drawn by; by default, the best each time."""
+
+    def __init__(self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] = {}, seed: int = 0) -> None: ...
+
+class History:
+    """The tokens of an answer so far, counted for the penalties."""
+
+    def __init__(self) -> None: ...
+
+    def add(self, token: int) -> None:
+        """Count a token once more; Session.step does so by itself."""
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How often each token is there."""
+
 class State:
     """Everything one sequence leaves behind after its tokens."""
 
@@ -87,11 +104,18 @@ class Session:
     def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None) -> None:
         """Take tokens in; the state then holds the last one's logits."""
 
-    def sample(self, state: State, temperature: float, top_k: int, top_p: float, seed: int) -> int:
-        """Draw the token that follows."""
+    def sample(self, state: State, sampling: Sampling, history: History | None = None, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
+        """
+        Draw the token that follows. allowed: a bit for each token, bit i % 32 of word i / 32 for token i.
+        """
 
-    def step(self, state: State, token: int, temperature: float, top_k: int, top_p: float, seed: int) -> int:
-        """Take a token in and draw the next."""
+    def step(self, state: State, token: int, sampling: Sampling, history: History, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
+        """Take a drawn token in, and into the history, and draw the next."""
+
+    def logprobs(self, state: State, token: int, top: int) -> list[tuple[int, float]]:
+        """
+        (token, logprob) of a token that could follow, then of the `top` likeliest: the log-softmax of the last token's logits as they are.
+        """
 
     def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None) -> numpy.typing.NDArray[numpy.float32]:
         """Take tokens in; returns (T, V) float32, every row's logits."""

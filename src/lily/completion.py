@@ -5,6 +5,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from lily import _core
+from lily.logprobs import TokenLogprob, token_logprob
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -64,11 +67,13 @@ class Timings:
 class Chunk:
     """A piece of an answer: some whole characters, and the tokens they came with.
 
-    text: str.  tokens: tuple of int. Over a stream both add up to the completion's.
+    text: str.  tokens: tuple of int.  logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    Over a stream each adds up to the completion's.
     """
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,6 +85,7 @@ class Completion:
     finish_reason: "stop" at an end token, "length" at max_tokens or the context's end, None if it was cut
         short by close() or an exception.
     seed: int, which gives the same answer again.
+    logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
     """
 
     text: str
@@ -88,6 +94,7 @@ class Completion:
     usage: Usage
     timings: Timings
     seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     def __str__(self) -> str:
         """Return the text."""
@@ -107,6 +114,7 @@ class Request:
 
     tokens: (n,) int32, the part of the prompt to take in first; n is 0 if state holds the whole of it.
     state: what the tokens continue, None for nothing; never changed.  cached_tokens: int, how many it holds.
+    top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
     """
 
     tokens: "NDArray[np.int32]"
@@ -115,6 +123,7 @@ class Request:
     sampling: "Sampling"
     max_tokens: int
     stop: frozenset[int]
+    top_logprobs: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -176,6 +185,7 @@ class Stream(Iterator[Chunk]):
                 written.decode_tokens,
             ),
             seed=request.sampling.seed,
+            logprobs=None if request.top_logprobs is None else tuple(written.logprobs),
         )
 
 
@@ -188,6 +198,7 @@ class _Written:
 
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -196,29 +207,35 @@ class _Written:
 
 def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
     decoder = engine.tokenizer.decoder()
-    s = request.sampling
-    pending: list[int] = []  # tokens whose text is not complete yet
+    sampling, history = request.sampling.core(), _core.History()
+    handed_out = 0  # tokens whose text is complete
+
+    def chunk(text: str) -> Chunk:
+        nonlocal handed_out
+        start, handed_out = handed_out, len(written.tokens)
+        written.text.append(text)
+        logprobs = None if request.top_logprobs is None else tuple(written.logprobs[start:])
+        return Chunk(text, tuple(written.tokens[start:]), logprobs)
+
     started = time.perf_counter()
     state = engine.take_in(request.tokens, request.state)
-    token = engine.session.sample(state, s.temperature, s.top_k, s.top_p, s.seed)
+    token = engine.session.sample(state, sampling)
     written.prefill_seconds = time.perf_counter() - started
     while token not in request.stop:
         written.tokens.append(token)
-        pending.append(token)
+        if request.top_logprobs is not None:
+            written.logprobs.append(token_logprob(engine, state, token, request.top_logprobs))
         if text := decoder.push(token):
-            written.text.append(text)
-            yield Chunk(text, tuple(pending))
-            pending.clear()
+            yield chunk(text)
         if len(written.tokens) == request.max_tokens:
             written.finish_reason = "length"
             break
         started = time.perf_counter()
-        token = engine.session.step(state, token, s.temperature, s.top_k, s.top_p, s.seed)
+        token = engine.session.step(state, token, sampling, history)
         written.decode_seconds += time.perf_counter() - started
         written.decode_tokens += 1
     else:
         written.finish_reason = "stop"
     text = decoder.finish()
-    if text or pending:
-        written.text.append(text)
-        yield Chunk(text, tuple(pending))
+    if text or handed_out < len(written.tokens):
+        yield chunk(text)

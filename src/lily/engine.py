@@ -132,6 +132,8 @@ class Engine:
         max_tokens: int | None,
         sampling: Sampling,
         stop_tokens: Iterable[int] | None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
     ) -> Request:
         """Check a generation that continues a state by tokens. Raises what Model.generate does."""
         prompt = cached_tokens + len(tokens)
@@ -143,7 +145,17 @@ class Engine:
             if not isinstance(stop_tokens, Iterable):
                 raise TypeError(f"stop_tokens: wanted token ids, got {type(stop_tokens).__name__}")
             stop = frozenset(integer("stop_tokens", token, 0, self.vocab) for token in stop_tokens)
-        return Request(tokens, state, cached_tokens, sampling, min(most, room), stop)
+        outside = [token for token in sampling.logit_bias if token >= self.vocab]
+        if outside:
+            raise ValueError(f"logit_bias: wanted token ids from 0 to {self.vocab - 1}, got {outside[0]}")
+        top = integer("top_logprobs", top_logprobs, 0, self.vocab + 1)
+        if not isinstance(logprobs, bool):
+            raise ValueError(f"logprobs: wanted True or False, got {logprobs!r}; top_logprobs is how many")
+        if top > 0 and not logprobs:
+            raise ValueError(f"top_logprobs: wanted logprobs=True beside it, got {top} alone")
+        return Request(
+            tokens, state, cached_tokens, sampling, min(most, room), stop, top if logprobs else None
+        )
 
 
 def _lose_sessions() -> None:

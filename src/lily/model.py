@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from lily.errors import ModelFilesError
 from lily.files import checkpoint_folder
 from lily.prefix import Prefix
 from lily.progress import Report, reporter
+from lily.sampling import SamplingArguments, spelled_out
 from lily.tokenizer import Tokenizer
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
@@ -32,7 +33,7 @@ class ModelInfo:
     tensors, skipped_tensors: int, in use, and passed over as parts of vision or multi-token prediction.
     fingerprint: str, equal for equal checkpoints.
     config: dict of the model's dimensions.  options: dict of str, how it was told to run.
-    sampling: dict of the checkpoint's temperature, top_k and top_p.
+    sampling: dict of the checkpoint's temperature, top_k and so on, as in lily.Sampling.
     stop_tokens: tuple of int, the tokens that end an answer.
     """
 
@@ -75,50 +76,51 @@ class Model:
             Engine(checkpoint_folder(path), {name: _option(name, value) for name, value in options.items()})
         )
 
+    @spelled_out
     def generate(
         self,
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        **sampling: Unpack[SamplingArguments],
     ) -> Completion:
         """Write an answer and return it whole.
 
         prompt: str, one user message; list of messages with role and content; or token ids, as they are.
         max_tokens: int >= 1, where to cut the answer; by default, and at most, what the context has room for,
             and 32,768 if nothing is given.
-        temperature, top_k, top_p: how tokens are drawn, see lily.Sampling; by default as the checkpoint says.
-            temperature=0 takes the likeliest token each time.
-        seed: int in [0, 2**64); the same seed gives the same answer. Without one the answer differs each
-            time, and says which seed it was.
         stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
+        logprobs: whether to give each token's logprob.  top_logprobs: int >= 0, of how many of the likeliest
+            tokens in its place to give theirs too.
+        sampling: how tokens are drawn: temperature, top_k, top_p, min_p, repetition_penalty,
+            presence_penalty, frequency_penalty, logit_bias and seed, see lily.Sampling; by default as the
+            checkpoint says. temperature=0 takes the likeliest token each time. The same seed gives the same
+            answer. Without one the answer differs each time, and says which seed it was.
         Raises ContextError if the prompt leaves no room, before any work; ValueError or TypeError for an
         argument; ModelFilesError if the checkpoint has no usable chat template; LilyError after close().
         """
         return self.stream(
             prompt,
             max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
             stop_tokens=stop_tokens,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            **sampling,
         ).completion()
 
+    @spelled_out
     def stream(
         self,
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        **sampling: Unpack[SamplingArguments],
     ) -> Stream:
         """Return an iterator that writes an answer chunk by chunk.
 
@@ -126,8 +128,11 @@ class Model:
         """
         engine = self._engine
         tokens = self._encode(prompt)
-        sampling = engine.defaults.resolve(temperature, top_k, top_p, seed)
-        return Stream(engine, engine.request(tokens, None, 0, max_tokens, sampling, stop_tokens))
+        drawn_by = engine.defaults.resolve(sampling)
+        return Stream(
+            engine,
+            engine.request(tokens, None, 0, max_tokens, drawn_by, stop_tokens, logprobs, top_logprobs),
+        )
 
     def prefill(self, prompt: Prompt, progress: bool | Report | None = None) -> Prefix:
         """Take a prompt in and return it as a Prefix, to continue any number of times without doing so again.
@@ -177,7 +182,7 @@ class Model:
             fingerprint=engine.fingerprint,
             config=dict(engine.config),
             options=session.options,
-            sampling={name: getattr(engine.defaults, name) for name in ("temperature", "top_k", "top_p")},
+            sampling=engine.defaults.numbers(),
             stop_tokens=tuple(sorted(engine.tokenizer.stop)),
         )
 

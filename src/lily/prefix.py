@@ -1,7 +1,7 @@
 """A prompt that was paid for once."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from lily import _core
 from lily.completion import Completion, Stream
 from lily.engine import Engine
 from lily.progress import Report, reporter
+from lily.sampling import SamplingArguments, spelled_out
 
 
 class Prefix:
@@ -34,15 +35,15 @@ class Prefix:
         """Show the sizes."""
         return f"<lily.Prefix: {len(self)} tokens, {self._state.nbytes / 1e6:.1f} MB>"
 
+    @spelled_out
     def generate(
         self,
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        **sampling: Unpack[SamplingArguments],
     ) -> Completion:
         """Write what follows and return it whole; the arguments are Model.generate's.
 
@@ -52,29 +53,31 @@ class Prefix:
         """
         return self.stream(
             max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
             stop_tokens=stop_tokens,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            **sampling,
         ).completion()
 
+    @spelled_out
     def stream(
         self,
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        **sampling: Unpack[SamplingArguments],
     ) -> Stream:
         """Return an iterator that writes what follows. Takes, and raises, what generate does."""
         engine = self._engine
-        sampling = engine.defaults.resolve(temperature, top_k, top_p, seed)
-        nothing = np.empty(0, np.int32)
+        drawn_by = engine.defaults.resolve(sampling)
+        nothing, state = np.empty(0, np.int32), self._state
         return Stream(
-            engine, engine.request(nothing, self._state, len(self), max_tokens, sampling, stop_tokens)
+            engine,
+            engine.request(
+                nothing, state, len(self), max_tokens, drawn_by, stop_tokens, logprobs, top_logprobs
+            ),
         )
 
     def extend(

@@ -14,7 +14,7 @@ write into the ones given.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -504,6 +504,30 @@ def head(weights: Weights, x: Array) -> Array:
 
 
 # ---- sampling
+#
+# From the scaled logits on, numbers are integers: fixed point with the unit that each function names. Sums of
+# integers do not depend on their order, and integers have no modes of rounding, so a backend that adds in
+# parallel, or has no float64, still draws the same token. Before that there are float32 sums, products and
+# comparisons, one at a time.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a token is drawn by; docs/sampling.md has the formulas. The defaults change nothing.
+
+    temperature: 0 takes the best token.  top_k: 0 for all.  logit_bias: addends by token id, -inf to exclude.
+    The penalties are for tokens generated before.  seed: 64 bits unsigned.
+    """
+
+    temperature: float = 1
+    top_k: int = 0
+    top_p: float = 1
+    min_p: float = 0
+    repetition_penalty: float = 1
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
 
 
 def philox(counter: Sequence[ArrayLike], key: tuple[int, int]) -> list[Array]:
@@ -522,46 +546,141 @@ def philox(counter: Sequence[ArrayLike], key: tuple[int, int]) -> list[Array]:
     return [word.astype(np.uint32) for word in (c0, c1, c2, c3)]
 
 
-def uniform(tokens: Array, seed: int, position: int) -> Array:
-    """Return a number in (0, 1) for each token id of tokens (n), the same whenever asked again.
+def random_words(tokens: Array, seed: int, position: int) -> Array:
+    """Return 32 random bits for each token id of tokens (n), the same whenever asked again.
 
     Four consecutive ids share a Philox block: counter (id / 4, position low, position high, 0), word id % 4.
     """
     low = 0xFFFFFFFF
     words = np.stack(philox((tokens // 4, position & low, position >> 32, 0), (seed & low, seed >> 32)))
-    word = words[tokens % 4, np.arange(len(tokens))]
-    return np.asarray(((word >> 8) + 0.5) * 2.0**-24)
+    return np.asarray(words[tokens % 4, np.arange(len(tokens))])
 
 
-def keep(logits: Array, temperature: float, top_k: int, top_p: float) -> Array:
-    """Return the ids that may be drawn, best first, ties to the lower id.
+# Coefficients, lowest first, of the polynomials that interpolate the function at its Chebyshev nodes, in
+# 2^-30; tests/test_reference_sample.py computes them.
+LN_RATIO = (  # ln(1 + r) / r for sqrt(1/2) <= 1 + r <= sqrt(2)
+    1073741825, -536870906, 357913612, -268436126, 214775591, -178955778,
+    152603315, -133367554, 128267892, -124775757, 70569817,
+)  # fmt: skip
+EXP2_RATIO = (-744261112, 257940802, -59591844, 10304738, -1386885, 123394)  # (2^-f - 1) / f for 0 <= f <= 1
+LN_2 = 49946518145322874  # in 2^-56
+LOG2_E = 1549082005  # in 2^-30
+SQRT_2 = 6074001000  # in 2^-32
 
-    logits: (V).  top_k: how many at most, 0 for all.  top_p: of those, as few of the best as have this much
-    of the probability, but at least one.  Source of top_p: Holtzman et al., 2019.
+
+def polynomial(coefficients: Sequence[int], x: Array, bits: int) -> Array:
+    """Evaluate by Horner's rule, rounding each product down.  x: (n) int64 in 2^-bits.  Returns 2^-30."""
+    y = np.full(x.shape, coefficients[-1], np.int64)
+    for coefficient in coefficients[-2::-1]:
+        y = coefficient + ((x * y) >> bits)
+    return y
+
+
+def fixed_ln(x: Array) -> Array:
+    """Return ln x in 2^-56 for integers x (n) > 0, below 2^62; a multiple of ln 2 plus a small part.
+
+    The small part is good to 2^-28 of itself, so ln(x / 2^n) is too, however close x comes to 2^n.
     """
-    scaled = logits / temperature
-    kept = np.argsort(-scaled, kind="stable")
-    if top_k > 0:
-        kept = kept[:top_k]
-    if top_p < 1:
-        mass = np.cumsum(softmax(scaled[kept]))
-        kept = kept[: np.searchsorted(mass, top_p) + 1]
-    return kept
+    top = np.zeros(x.shape, np.int64)  # the place of x's top bit
+    for step in (32, 16, 8, 4, 2, 1):
+        top += np.where(x >> (top + step) > 0, step, 0)
+    m = np.where(top > 32, x >> np.maximum(top - 32, 0), x << np.maximum(32 - top, 0))  # 1 <= m < 2, in 2^-32
+    up = m > SQRT_2
+    r = np.where(up, m - 2**33, 2 * (m - 2**32))  # in 2^-33
+    return np.asarray((top + up) * LN_2 + ((r * polynomial(LN_RATIO, r, 33)) >> 7))
 
 
-def sample(logits: ArrayLike, temperature: float, top_k: int, top_p: float, seed: int, position: int) -> int:
-    """Draw the token at a position: in float64, from temperature and top_p as float32.
+def gumbel(words: Array) -> Array:
+    """Return -ln(-ln u) in 2^-24, int64, for u = (2 word + 1) / 2^33; words: (n) uint32.
 
-    logits: (V).  temperature: 0 takes the best, ties to the lower id.  seed, position: 64 bits unsigned.
-    Equal arguments draw equal tokens. Adding Gumbel noise -log(-log(u)) to the logits and taking the largest
-    draws from their softmax. Source: Gumbel, 1954.
+    Source: Gumbel, 1954: the largest of logit + gumbel is a draw from the softmax.
     """
-    logits = np.asarray(logits, np.float64)
-    if temperature == 0:
-        return int(np.argmax(logits))
-    temperature, top_p = float(np.float32(temperature)), float(np.float32(top_p))
-    kept = np.sort(keep(logits, temperature, top_k, top_p))
-    score = logits[kept] / temperature - np.log(-np.log(uniform(kept, seed, position)))
+    exponential = 33 * LN_2 - fixed_ln(2 * words.astype(np.int64) + 1)  # -ln u in 2^-56
+    return np.asarray((56 * LN_2 - fixed_ln(exponential)) >> 32)
+
+
+def mass(z: Array) -> Array:
+    """Return e^z in 2^-40, int64, for z (n) int64 in 2^-24, -64 <= z <= 0; 0 where it is less than that."""
+    y = -z * LOG2_E  # e^z = 2^-y, in 2^-54
+    whole, f = y >> 54, (y >> 24) & (2**30 - 1)
+    fraction = 2**30 + ((f * polynomial(EXP2_RATIO, f, 30)) >> 30)
+    return np.asarray((fraction << 10) >> np.minimum(whole, 63))
+
+
+def adjust(
+    logits: ArrayLike, s: Sampling, counts: Mapping[int, int] | None = None, allowed: Array | None = None
+) -> Array:
+    """Return logits (V) as float32 after, in this order, the mask, logit_bias and the penalties.
+
+    counts: how often each generated token was.  allowed: (V / 32) uint32, bit i % 32 of word i / 32 for token
+    i; None for all. What is excluded becomes -inf.
+    Raises FloatingPointError for logits that are not finite, ValueError if no token is left.
+    """
+    x = np.array(logits, np.float32)
+    if not np.isfinite(x).all():
+        raise FloatingPointError(f"logits: wanted finite numbers, got {x[~np.isfinite(x)][0]}")
+    if allowed is not None:
+        i = np.arange(len(x))
+        x[(allowed[i // 32] >> (i % 32).astype(np.uint32)) & 1 == 0] = -np.inf
+    with np.errstate(over="ignore"):
+        for token, bias in s.logit_bias.items():
+            x[token] += np.float32(bias)
+        repetition = np.float32(s.repetition_penalty)
+        for token, count in (counts or {}).items():
+            x[token] *= repetition if x[token] < 0 else np.float32(1) / repetition
+            x[token] -= np.float32(s.presence_penalty) + np.float32(s.frequency_penalty) * np.float32(count)
+    x = np.minimum(x, np.finfo(np.float32).max)
+    if x.max() == -np.inf:
+        raise ValueError("no token is left to draw")
+    return x
+
+
+def scale(x: Array, temperature: float) -> Array:
+    """Return (x - max x) / temperature in 2^-24, int64, not below -64.  x: (V) float32, -inf for excluded.
+
+    A temperature below 2^-20 counts as that.
+    """
+    factor = np.float32(2**24) / max(np.float32(temperature), np.float32(2**-20))
+    with np.errstate(over="ignore"):
+        return np.asarray(np.maximum((x - x.max()) * factor, np.float32(-(2**30))), np.int64)
+
+
+def keep(x: Array, s: Sampling) -> Array:
+    """Return the ids that may be drawn, best first, ties to the lower id.  x: (V) float32, adjusted.
+
+    top_k: how many at most.  top_p: of those, as few of the best as have this much of the probability, but at
+    least one.  min_p: of those, the ones that have this much of the best one's probability.
+    Source of top_p: Holtzman et al., 2019.
+    """
+    kept = np.argsort(-x, kind="stable")
+    if s.top_k > 0:
+        kept = kept[: s.top_k]
+    share = mass(scale(x, s.temperature)[kept])
+    if np.float32(s.top_p) < 1:
+        total, part = int(share.sum()), int(float(np.float32(s.top_p)) * 2**32)
+        target = (total >> 32) * part + ((total & 0xFFFFFFFF) * part >> 32)
+        before = np.cumsum(share) - share
+        count = max(1, int((before < target).sum()))
+        kept, share = kept[:count], share[:count]
+    return kept[share >= int(float(np.float32(s.min_p)) * 2**40)]
+
+
+def sample(
+    logits: ArrayLike,
+    s: Sampling,
+    position: int,
+    counts: Mapping[int, int] | None = None,
+    allowed: Array | None = None,
+) -> int:
+    """Draw the token at a position, 64 bits unsigned; equal arguments draw equal tokens.
+
+    logits, counts, allowed, and what is raised: as for adjust.
+    """
+    x = adjust(logits, s, counts, allowed)
+    if np.float32(s.temperature) == 0:
+        return int(np.argmax(x))
+    kept = np.sort(keep(x, s))
+    score = scale(x, s.temperature)[kept] + gumbel(random_words(kept, s.seed, position))
     return int(kept[np.argmax(score)])
 
 
