@@ -1,0 +1,1 @@
+"""What building and testing Lily need beside the library."""

@@ -1,0 +1,10 @@
+// The whole of Metal's language and library, in the order in which the parts need each other.
+#pragma once
+#include "types.h"
+#include "../runtime/context.h"
+#include "runtime.h"
+#include "math.h"
+#include "simd.h"
+#include "simdgroup_matrix.h"
+#include "atomic.h"
+#include "launch.h"
