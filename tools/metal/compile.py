@@ -24,7 +24,7 @@ INSTRUMENT = [
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-atomics=0"),
     *("-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=0"),
 ]
-RUNTIME = ["scheduler", "collectives", "tiles", "dispatch", "findings"]
+RUNTIME = ["scheduler", "collectives", "tiles", "matmul", "dispatch", "findings"]
 RUNTIME_FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", *clang.TARGET]
 
 

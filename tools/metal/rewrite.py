@@ -37,6 +37,8 @@ def rewrite(source: Source) -> None:
     static_casts(source)
     braced_arguments(source)
     source.index()
+    matmul_descriptors(source)
+    source.index()
     threadgroup_variables(source)
     source.index()
     direct_initialisers(source)
@@ -201,6 +203,18 @@ def braced_arguments(source: Source) -> None:
         if source.text(before) == "(" and called and not statement:
             source.put(position, "metal::msl_braced(")
             source.put(end, ")")
+
+
+def matmul_descriptors(source: Source) -> None:
+    """matmul2d<descriptor, ...> takes an object as template argument, which C++17 does not have: give its members."""
+    members = ("m", "n", "k", "transpose_left", "transpose_right", "relaxed_precision")
+    for position in range(len(source) - 2):
+        if source.text(position) == "matmul2d" and source.text(position + 1) == "<":
+            begin, end = source.split(position + 2, source.close_angle(position + 1))[0]
+            descriptor = source.between(begin, end)
+            values = [f"({descriptor}).{member}" for member in members] + [f"(int)({descriptor}).matmul_mode"]
+            source.replace(begin, end, ", ".join(values))
+            source.put(position, "msl_matmul2d")
 
 
 def threadgroup_variables(source: Source) -> None:

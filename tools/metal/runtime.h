@@ -51,6 +51,8 @@ struct FunctionConstant {
 
 // Bytes [data, data + bytes) are buffer `index`; an access outside is a finding. For data that a dispatch declares to
 // read and to write, `writes` says so: 0 read only (a write is a finding), 1 as the kernel's argument says.
+// An index of kBuffers or more has no argument: it is memory whose address the kernel finds in another buffer (a page
+// table), declared so that an instrumented library knows it. Each such binding has an index of its own.
 struct Binding {
     uint32_t index;
     uint32_t writes = 1;

@@ -6,5 +6,6 @@
 #include "math.h"
 #include "simd.h"
 #include "simdgroup_matrix.h"
+#include "tensor.h"
 #include "atomic.h"
 #include "launch.h"

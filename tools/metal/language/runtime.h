@@ -2,7 +2,6 @@
 // `site` is the line of the call, by which lanes that meet at different calls are found.
 #pragma once
 
-struct msl_group_context;
 extern "C" {
 // The thread whose code runs. A fiber keeps its thread for life, so the compiler may read it once.
 MSL_FN thread msl_thread* msl_current_thread(void) {
@@ -31,7 +30,6 @@ void msl_runtime_matrix_store(uint from, volatile device void* to, uint type, ul
 void msl_runtime_matrix_multiply(uint to, uint a, uint b, uint c, uint type, uint site);
 void msl_runtime_apple_multiply(thread float* to, const thread float* abc, uint site);
 void msl_runtime_matmul(const thread msl_matmul* operands, uint site);
-void msl_runtime_tile_access(const thread msl_tile* tile, uint site);
 
 float msl_runtime_asinh(float x);
 float msl_runtime_acosh(float x);

@@ -76,16 +76,16 @@ struct simdgroup_matrix {
     MSL_FN explicit simdgroup_matrix(T diagonal, MSL_SITE) : msl_id(take()) {
         if (msl_my_turn(0, 0, site)) msl_runtime_matrix_fill(msl_id, (float)diagonal, true);
     }
-    MSL_FN simdgroup_matrix(const thread simdgroup_matrix& other) : msl_id(take()) { copy(other); }
-    MSL_FN thread simdgroup_matrix& operator=(const thread simdgroup_matrix& other) thread {
-        copy(other);
+    MSL_FN simdgroup_matrix(const simdgroup_matrix& other) : msl_id(take()) { copy(msl_id, other.msl_id); }
+    MSL_FN simdgroup_matrix& operator=(const simdgroup_matrix& other) {
+        copy(msl_id, other.msl_id);
         return *this;
     }
     MSL_FN ~simdgroup_matrix() { msl_current_thread()->free_matrices[msl_id >> 6] |= 1ul << (msl_id & 63); }
 
    private:
-    MSL_FN void copy(const thread simdgroup_matrix& other) thread {
-        if (msl_my_turn(0, 0, 0)) msl_runtime_matrix_copy(msl_id, other.msl_id);
+    static MSL_FN void copy(uint to, uint from) {
+        if (msl_my_turn(0, 0, 0)) msl_runtime_matrix_copy(to, from);
     }
     static MSL_FN uint take() {
         thread msl_thread* me = msl_current_thread();

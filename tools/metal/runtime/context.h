@@ -43,22 +43,25 @@ struct msl_simdgroup_shared {
     uint32_t matrix_operations;
 };
 
-// A tile of numbers in memory: element (row, column) lies `row * row_stride + column * column_stride` elements on.
+// A tile of an operand: element (row, column) lies `row * row_stride + column * column_stride` elements on. In
+// registers the same counts, in the order of cooperative_tensor's elements, a part of the rows in every SIMD-group.
 struct msl_tile {
     MSL_WORD address;
     int64_t row_stride;
     int64_t column_stride;
     uint32_t rows;
     uint32_t columns;
-    uint32_t type;     // msl_stored; 3: int8, 4: uint8, 5: int32
-    uint32_t storage;  // where: 0 memory, 1 the lanes' registers
+    uint32_t row_limit;  // the tensor's extents
+    uint32_t column_limit;
+    uint32_t type;  // 0: float, 1: half, 2: bfloat, 3: int8, 4: uint8, 5: int32
+    uint32_t in_registers;
 };
 
-// matmul2d: c (+)= a b.
+// matmul2d: c = a b, or c += a b.
 struct msl_matmul {
     struct msl_tile a;
     struct msl_tile b;
     struct msl_tile c;
     uint32_t accumulate;
-    uint32_t simdgroups;
+    uint32_t simdgroups;  // that share the rows of a and c
 };

@@ -1,0 +1,206 @@
+// matmul2d: the last lane of a SIMD-group to come gathers the operands, multiplies, and hands the result out.
+#include <bit>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "findings.h"
+#include "instruments.h"
+#include "scheduler.h"
+
+using namespace lily::metal;
+
+extern "C" __bf16 __truncsfbf2(float value);
+
+namespace {
+
+enum Type : uint32_t { kFloat, kHalf, kBfloat, kInt8, kUint8, kInt32 };
+constexpr uint32_t kBytes[] = {4, 2, 2, 1, 1, 4};
+
+// Number i of lane l in its SIMD-group's part of a tile in registers; cooperative_tensor's own rule.
+constexpr uint32_t place_of(uint32_t lane, uint32_t i) {
+    return i * kSimdWidth + ((lane * 5 + i * 7) & 31);
+}
+
+template <class T>
+T read(const void* from, uint32_t type, int64_t index) {
+    switch (type) {
+        case kFloat: return static_cast<T>(static_cast<const float*>(from)[index]);
+        case kHalf: return static_cast<T>(static_cast<const _Float16*>(from)[index]);
+        case kBfloat:
+            return static_cast<T>(
+                std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[index]) << 16));
+        case kInt8: return static_cast<T>(static_cast<const int8_t*>(from)[index]);
+        case kUint8: return static_cast<T>(static_cast<const uint8_t*>(from)[index]);
+        default: return static_cast<T>(static_cast<const int32_t*>(from)[index]);
+    }
+}
+
+template <class T>
+void write(void* to, uint32_t type, int64_t index, T value) {
+    switch (type) {
+        case kFloat: static_cast<float*>(to)[index] = static_cast<float>(value); break;
+        case kHalf: static_cast<_Float16*>(to)[index] = static_cast<_Float16>(value); break;
+        case kBfloat: static_cast<__bf16*>(to)[index] = __truncsfbf2(static_cast<float>(value)); break;
+        default: static_cast<int32_t*>(to)[index] = static_cast<int32_t>(value);
+    }
+}
+
+// All lanes' copies of one operand.
+struct Operand {
+    const msl_tile* tiles[kSimdWidth];
+    uint32_t first_row;  // of this SIMD-group's part, where the tile lies in memory
+    uint32_t rows;       // of this part
+
+    const msl_tile& tile() const { return *tiles[0]; }
+};
+
+void note_memory(const Operand& operand, bool is_write) {
+    const msl_tile& tile = operand.tile();
+    if (!kInstrumented || tile.in_registers) return;
+    Instruments& instruments = *current_lane().worker->instruments;
+    const bool along_columns = tile.column_stride == 1;
+    const uint32_t outer = along_columns ? operand.rows : tile.columns, inner = along_columns ? tile.columns : operand.rows;
+    const int64_t outer_step = along_columns ? tile.row_stride : tile.column_stride;
+    const int64_t inner_step = along_columns ? tile.column_stride : tile.row_stride;
+    const uint32_t bytes = kBytes[tile.type];
+    const auto* base = reinterpret_cast<const char*>(tile.address) + operand.first_row * tile.row_stride * bytes;
+    for (uint32_t i = 0; i < outer; ++i) {
+        if (inner_step == 1) {
+            instruments.simd_access(base + i * outer_step * bytes, inner * bytes, is_write, bytes, __builtin_return_address(0));
+            continue;
+        }
+        for (uint32_t k = 0; k < inner; ++k)
+            instruments.simd_access(base + (i * outer_step + k * inner_step) * bytes, bytes, is_write, bytes,
+                                    __builtin_return_address(0));
+    }
+}
+
+// Reads an operand into rows x columns, row by row.
+template <class T>
+void gather(const Operand& operand, std::vector<T>& to) {
+    const msl_tile& tile = operand.tile();
+    const uint32_t columns = tile.columns;
+    to.resize(static_cast<size_t>(operand.rows) * columns);
+    note_memory(operand, false);
+    if (!tile.in_registers) {
+        const auto* from = reinterpret_cast<const void*>(tile.address);
+        for (uint32_t row = 0; row < operand.rows; ++row)
+            for (uint32_t column = 0; column < columns; ++column)
+                to[row * columns + column] =
+                    read<T>(from, tile.type, (operand.first_row + row) * tile.row_stride + column * tile.column_stride);
+        return;
+    }
+    const bool as_held = tile.column_stride == 1;  // or transposed
+    const uint32_t held_columns = static_cast<uint32_t>(as_held ? tile.row_stride : tile.column_stride);
+    for (uint32_t i = 0; i < to.size() / kSimdWidth; ++i)
+        for (uint32_t lane = 0; lane < kSimdWidth; ++lane) {
+            const uint32_t place = place_of(lane, i);
+            const T value = read<T>(reinterpret_cast<const void*>(operand.tiles[lane]->address), tile.type, i);
+            if (as_held) to[place] = value;
+            else to[place % held_columns * columns + place / held_columns] = value;
+        }
+}
+
+template <class T>
+void scatter(const Operand& operand, const std::vector<T>& from) {
+    const msl_tile& tile = operand.tile();
+    note_memory(operand, true);
+    if (!tile.in_registers) {
+        auto* to = reinterpret_cast<void*>(tile.address);
+        for (uint32_t row = 0; row < operand.rows; ++row)
+            for (uint32_t column = 0; column < tile.columns; ++column)
+                write(to, tile.type, (operand.first_row + row) * tile.row_stride + column * tile.column_stride,
+                      from[row * tile.columns + column]);
+        return;
+    }
+    for (uint32_t i = 0; i < from.size() / kSimdWidth; ++i)
+        for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
+            write(reinterpret_cast<void*>(operand.tiles[lane]->address), tile.type, i, from[place_of(lane, i)]);
+}
+
+// c += a b, each element's sum from k = 0 on; kWide columns at a time stay in registers.
+template <class T>
+void multiply(const T* a, const T* b, T* c, uint32_t rows, uint32_t depth, uint32_t columns) {
+    constexpr uint32_t kWide = 32;
+    for (uint32_t row = 0; row < rows; ++row)
+        for (uint32_t first = 0; first < columns; first += kWide) {
+            T sums[kWide] = {};
+            const uint32_t count = columns - first < kWide ? columns - first : kWide;
+            std::memcpy(sums, c + row * columns + first, count * sizeof(T));
+            for (uint32_t k = 0; k < depth; ++k) {
+                const T x = a[row * depth + k];
+                const T* y = b + k * columns + first;
+                if (count == kWide) {
+                    for (uint32_t j = 0; j < kWide; ++j) {
+                        if constexpr (std::is_same_v<T, float>) sums[j] = __builtin_fmaf(x, y[j], sums[j]);
+                        else sums[j] += x * y[j];
+                    }
+                } else {
+                    for (uint32_t j = 0; j < count; ++j) {
+                        if constexpr (std::is_same_v<T, float>) sums[j] = __builtin_fmaf(x, y[j], sums[j]);
+                        else sums[j] += x * y[j];
+                    }
+                }
+            }
+            std::memcpy(c + row * columns + first, sums, count * sizeof(T));
+        }
+}
+
+template <class T>
+void run(const Operand& a, const Operand& b, const Operand& c, bool accumulate) {
+    static thread_local std::vector<T> left, right, sum;
+    gather(a, left);
+    gather(b, right);
+    if (accumulate) gather(c, sum);
+    else sum.assign(static_cast<size_t>(c.rows) * c.tile().columns, T(0));
+    multiply(left.data(), right.data(), sum.data(), c.rows, a.tile().columns, c.tile().columns);
+    scatter(c, sum);
+}
+
+// Whether the operands fit each other and lie within their tensors; reports what does not.
+bool fits(const msl_matmul& m, uint32_t line) {
+    Worker& worker = *current_lane().worker;
+    const struct {
+        const msl_tile& tile;
+        const char* name;
+    } operands[] = {{m.a, "left operand"}, {m.b, "right operand"}, {m.c, "destination"}};
+    for (const auto& [tile, name] : operands)
+        if (tile.rows > tile.row_limit || tile.columns > tile.column_limit) {
+            report(worker, Fault::kOutOfBounds, line, "the %s of matmul2d is %u x %u, over its tensor's extents of %u x %u", name,
+                   tile.rows, tile.columns, tile.row_limit, tile.column_limit);
+            return false;
+        }
+    if (m.a.columns == m.b.rows) return true;
+    report(worker, Fault::kMatrix, line, "matmul2d multiplies %u columns by %u rows", m.a.columns, m.b.rows);
+    return false;
+}
+
+}  // namespace
+
+extern "C" void msl_runtime_matmul(const msl_matmul* mine, uint32_t line) {
+    Lane& lane = current_lane();
+    lane.simd->operands[lane.thread.lane] = mine;
+    meet(call_at(Call::kMatmul, line), [&](SimdGroup& simd, uint32_t) {
+        if (simd.active != ~0u) {
+            report(*lane.worker, Fault::kDivergence, line, "matmul2d needs all 32 lanes of a SIMD-group");
+            return;
+        }
+        if (mine->simdgroups > 1 && mine->simdgroups != lane.worker->simd_count)
+            report(*lane.worker, Fault::kLaunch, line, "matmul2d of %u SIMD-groups runs in a threadgroup of %u",
+                   mine->simdgroups, lane.worker->simd_count);
+        if (!fits(*mine, line)) return;
+        const uint32_t part = mine->c.in_registers ? mine->c.rows : mine->c.rows / mine->simdgroups;
+        Operand a{.first_row = 0, .rows = mine->a.rows}, b{.first_row = 0, .rows = mine->b.rows}, c{.first_row = 0, .rows = part};
+        if (mine->simdgroups > 1) {
+            a.first_row = c.first_row = simd.index * part;
+            a.rows = part;
+        }
+        for (uint32_t i = 0; i < kSimdWidth; ++i) {
+            const auto* operands = static_cast<const msl_matmul*>(simd.operands[i]);
+            a.tiles[i] = &operands->a, b.tiles[i] = &operands->b, c.tiles[i] = &operands->c;
+        }
+        if (mine->c.type >= kInt8) run<int32_t>(a, b, c, mine->accumulate);
+        else run<float>(a, b, c, mine->accumulate);
+    });
+}
