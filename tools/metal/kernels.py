@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from tools.metal.tokens import Source
+from tools.metal.tokens import Problem, Source
 
 BUFFERS = 31  # Metal's argument table
 THREADGROUP_BUFFERS = 31
@@ -296,10 +296,11 @@ def _function_constants(source: Source, found: Kernels) -> None:
 
 def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
     """Write the functions that a launch calls, `prefix` and a number each, in the order of the instances."""
-    lines = ['\n# 1 "entry points"']
+    lines = [""]
     for function in kernels.functions.values():
         template = f"template <{function.template}> " if function.template else ""
         arguments = _own_arguments(function.template)
+        lines.append(f'# {function.where[1]} "{function.where[0]}"')
         lines.append(
             f"{template}MSL_FN void msl_call_{function.name}(msl_thread_context thread_context) "
             f"{{ {function.name}{arguments}({', '.join(function.call)}); }}"
@@ -307,7 +308,8 @@ def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
     for number, instance in enumerate(kernels.instances):
         called = kernels.functions.get(instance.function)
         if called is None:
-            source.problems.append(_unknown(instance))
+            message = f"{instance.name} is an instance of {instance.function}, which is no kernel here"
+            source.problems.append(Problem(*instance.where, message))
             continue
         arguments = f"<{instance.template_arguments}>" if called.template else ""
         lines.append(f'# {instance.where[1]} "{instance.where[0]}"')
@@ -317,20 +319,13 @@ def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _unknown(instance: Instance):  # type: ignore[no-untyped-def]
-    from tools.metal.tokens import Problem
-
-    return Problem(*instance.where, f"{instance.name} is an instance of {instance.function}, which is no kernel here")
-
-
 def _own_arguments(template: str | None) -> str:
     """Give the arguments that pass a template's own parameters on: `typename T, int N = 2` -> `<T, N>`."""
     if not template:
         return ""
     names, depth, part = [], 0, ""
     for letter in template + ",":
-        depth += letter in "<([" and 1 or 0
-        depth -= letter in ">)]" and 1 or 0
+        depth += (letter in "<([") - (letter in ">)]")
         if letter == "," and depth == 0:
             names.append(re.split(r"\s+|\.\.\.", part.split("=")[0].strip())[-1])
             part = ""

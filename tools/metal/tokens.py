@@ -21,9 +21,11 @@ class Problem:
     file: str
     line: int
     message: str
+    is_error: bool = True
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: error: {self.message}"
+        kind = "error" if self.is_error else "warning"
+        return f"{self.file}:{self.line}: {kind}: {self.message}"
 
 
 @dataclass
