@@ -59,7 +59,7 @@ def diagnostics(said: str, file: Path) -> list[Problem]:
         if not found:
             continue
         where, at, kind, message = found["file"], int(found["line"]), found["kind"], found["message"]
-        users = not lint.LANGUAGE.search(where) and where != "<built-in>"
+        users = not clang.LANGUAGE.search(where) and where != "<built-in>"
         if kind == "note":
             if inside and users:
                 inside.file, inside.line = where, at

@@ -27,6 +27,7 @@ DEFINES = [
     *("-D__cplusplus=201703L", "-D__LITTLE_ENDIAN__=1", "-DNDEBUG", "-Wno-builtin-macro-redefined", "-Wno-macro-redefined"),
 ]
 WARNINGS = "-Wall -Wno-unused -Wno-missing-braces -Wno-gcc-compat -Wno-pass-failed -Wno-return-type-c-linkage".split()
+LANGUAGE = re.compile(r"/tools/metal/(language|runtime)/\w+\.h$")  # our own headers, which no message should name
 # What clang calls Metal's words.
 WORDS = {"__global": "device", "__local": "threadgroup", "__private": "thread", "__constant": "constant", "__bf16": "bfloat"}
 
@@ -48,6 +49,14 @@ class Translation:
 def run(command: Sequence[str | Path], text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a compiler and keep what it says."""
     return subprocess.run(list(map(str, command)), input=text, capture_output=True, text=True, check=False)
+
+
+def checked(command: Sequence[str | Path], text: str | None = None) -> str:
+    """Run a compiler and give what it writes. Raises CompileError with its words if it fails."""
+    done = run(command, text)
+    if done.returncode:
+        raise CompileError(in_metal_words(done.stderr))
+    return done.stdout
 
 
 def in_metal_words(diagnostics: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tools.metal import clang
+from tools.metal import clang, lines
 from tools.metal.clang import CompileError, Translation
 from tools.metal.kernels import Constant
 
@@ -60,7 +60,11 @@ def compile(  # noqa: A001
         apple = [name for name in define if name.startswith("MSL_APPLE_LAYOUT")]
         objects = pool.map(lambda t: _kernel_object(t, Path(folder), instrumented, apple), translations)
         runtime = pool.submit(_runtime, Path(folder), instrumented, table)
-        _link([*objects, *runtime.result()], Path(folder) / "library.so", output)
+        made = Path(folder) / "library.so"
+        _link([*objects, *runtime.result()], made)
+        if instrumented:
+            lines.lay_beside(made, Path(f"{output}.lines"))
+        made.replace(output)
     return output
 
 
@@ -88,25 +92,19 @@ def _key(translations: Sequence[Translation], table: str, instrumented: bool, de
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _checked(command: Sequence[str | Path]) -> None:
-    done = clang.run(command)
-    if done.returncode:
-        raise CompileError(clang.in_metal_words(done.stderr))
-
-
 def _kernel_object(translation: Translation, folder: Path, instrumented: bool, define: Sequence[str]) -> Path:
     source = folder / f"{translation.file.stem}_{abs(hash(translation.file))}.clcpp"
     source.write_text(translation.text)
     extra = [*INSTRUMENT, "-DMSL_INSTRUMENTED=1"] if instrumented else []
     extra += [f"-D{name}" for name in define]
     made = source.with_suffix(".o")
-    _checked([clang.CLANG, *clang.FRONT_END, *clang.WARNINGS, *clang.TARGET, *OPTIMISE, *extra, "-c", source, "-o", made])
+    clang.checked([clang.CLANG, *clang.FRONT_END, *clang.WARNINGS, *clang.TARGET, *OPTIMISE, *extra, "-c", source, "-o", made])
     return made
 
 
 def _runtime(folder: Path, instrumented: bool, table: str) -> list[Path]:
     """Compile the runtime, once for all libraries, and the table of this one's kernels."""
-    names = [*RUNTIME, "instruments"] if instrumented else RUNTIME
+    names = [*RUNTIME, "instruments", "shadow", "lines"] if instrumented else RUNTIME
     sources = [clang.HERE / "runtime" / f"{name}.cpp" for name in names]
     headers = [*(clang.HERE / "runtime").glob("*.h"), clang.HERE / "runtime.h"]
     text = "".join(path.read_text() for path in [*sources, *sorted(headers)]) + str(RUNTIME_FLAGS)
@@ -117,20 +115,19 @@ def _runtime(folder: Path, instrumented: bool, table: str) -> list[Path]:
         objects = [folder / f"{name}.runtime.o" for name in names]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [[clang.CLANG, *flags, "-c", s, "-o", o] for s, o in zip(sources, objects, strict=True)]
-            list(pool.map(_checked, commands))
+            list(pool.map(clang.checked, commands))
         whole = folder / "runtime.o"
-        _checked([clang.CLANG, "-nostdlib", "-r", *objects, "-o", whole])
+        clang.checked([clang.CLANG, "-nostdlib", "-r", *objects, "-o", whole])
         whole.replace(archive)
     source = folder / "table.cpp"
     source.write_text(table)
-    _checked([clang.CLANG, *flags, "-I", clang.HERE, "-c", source, "-o", folder / "table.o"])
+    clang.checked([clang.CLANG, *flags, "-I", clang.HERE, "-c", source, "-o", folder / "table.o"])
     return [archive, folder / "table.o"]
 
 
-def _link(objects: Sequence[Path], made: Path, output: Path) -> None:
+def _link(objects: Sequence[Path], made: Path) -> None:
     flags = ["-Wl,-Bsymbolic", "-Wl,-z,nodelete", "-Wl,-z,defs", "-pthread"]
-    _checked([clang.CLANG, "-shared", *objects, *flags, "-lm", "-o", made])
-    made.replace(output)
+    clang.checked([clang.CLANG, "-shared", *objects, *flags, "-lm", "-o", made])
 
 
 def _quoted(text: str) -> str:
@@ -139,7 +136,7 @@ def _quoted(text: str) -> str:
 
 def _table(translations: Sequence[Translation]) -> str:
     """Write the C++ that lists the library's kernels and holds its function constants."""
-    lines = ['#include "runtime.h"', "using namespace lily::metal;"]
+    written = ['#include "runtime.h"', "using namespace lily::metal;"]
     entries, constants = [], {c.name: c for t in translations for c in t.kernels.constants}
     for number, translation in enumerate(translations):
         for position, instance in enumerate(translation.kernels.instances):
@@ -150,27 +147,27 @@ def _table(translations: Sequence[Translation]) -> str:
                 f"{int(a.optional)}}}"
                 for a in function.arguments
             )
-            lines.append(f'extern "C" void {name}(const void*);')
-            lines.append(f"static const Argument {name}_arguments[] = {{{arguments or '{}'}}};")
+            written.append(f'extern "C" void {name}(const void*);')
+            written.append(f"static const Argument {name}_arguments[] = {{{arguments or '{}'}}};")
             most = function.attributes.get("max_total_threads_per_threadgroup", str(MAX_THREADS))
             count = len(function.arguments)
             entries.append(f"{{{_quoted(instance.name)}, {name}_arguments, {count}, {most}, {name}}}")
     values = []
     for constant in constants.values():
         kind = C_TYPES.get(constant.type, constant.type)
-        lines.append(f"{kind} {constant.name} = 0; bool {constant.name}_is_defined = false;")
+        written.append(f"{kind} {constant.name} = 0; bool {constant.name}_is_defined = false;")
         values.append(
             f'{{"{constant.name}", "{constant.type}", {constant.index}, sizeof({kind}), &{constant.name}, '
             f"&{constant.name}_is_defined}}"
         )
-    lines += [
+    written += [
         'extern "C" {',
         f"extern const uint32_t lily_metal_kernel_count = {len(entries)}, lily_metal_constant_count = {len(values)};",
         f"extern const Kernel lily_metal_kernels[] = {{{', '.join(entries) or '{}'}}};",
         f"extern const FunctionConstant lily_metal_constants[] = {{{', '.join(values) or '{}'}}};",
         "}",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(written) + "\n"
 
 
 def main() -> int:

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tools.metal.clang import LANGUAGE
 from tools.metal.kernels import Kernels
 from tools.metal.tokens import Problem
 
 THREADGROUP_LIMIT = 32768
-LANGUAGE = re.compile(r"/tools/metal/(language|runtime)/\w+\.h$")
 LOCATION = re.compile(r"[<, ](?:([^:<>,\s]+\.\w+):(\d+):\d+|line:(\d+):\d+)")
 DECLARATION = re.compile(r"(?:FunctionDecl|CXXMethodDecl) (0x\w+).*? ([\w~]+|operator\S+) '")
 REFERENCE = re.compile(r"DeclRefExpr .*? (?:Function|CXXMethod) (0x\w+) '(\w+)'")

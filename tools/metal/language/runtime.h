@@ -25,8 +25,8 @@ void msl_runtime_atomic(const volatile device void* address, uint bytes, uint ac
 uint msl_runtime_matrix_turn(const volatile device void* address, ulong stride, uint site);
 void msl_runtime_matrix_fill(uint to, float value, uint diagonal);
 void msl_runtime_matrix_copy(uint to, uint from);
-void msl_runtime_matrix_load(uint to, const volatile device void* from, uint type, ulong stride, uint transpose);
-void msl_runtime_matrix_store(uint from, volatile device void* to, uint type, ulong stride, uint transpose);
+void msl_runtime_matrix_load(uint to, const volatile device void* from, uint type, ulong stride, uint transpose, uint site);
+void msl_runtime_matrix_store(uint from, volatile device void* to, uint type, ulong stride, uint transpose, uint site);
 void msl_runtime_matrix_multiply(uint to, uint a, uint b, uint c, uint type, uint site);
 void msl_runtime_apple_multiply(thread float* to, const thread float* abc, uint site);
 void msl_runtime_matmul(const thread msl_matmul* operands, uint site);

@@ -108,7 +108,7 @@ MSL_FN simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value, MSL_SITE)
                                ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {                      \
         p += origin.y * stride + origin.x;                                                                            \
         if (msl_my_turn(MSL_ANY(p), stride, site))                                                                    \
-            msl_runtime_matrix_load(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose);                       \
+            msl_runtime_matrix_load(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site);                       \
     }
 #define MSL_MATRIX_STORE(SPACE)                                                                                       \
     template <class T>                                                                                                \
@@ -116,7 +116,7 @@ MSL_FN simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value, MSL_SITE)
                                 ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {                     \
         p += origin.y * stride + origin.x;                                                                            \
         if (msl_my_turn(MSL_ANY(p), stride, site))                                                                    \
-            msl_runtime_matrix_store(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose);                      \
+            msl_runtime_matrix_store(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site);                      \
     }
 template <class D, class A, class B, class C>
 MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, thread const simdgroup_matrix<A, 8, 8>& a,

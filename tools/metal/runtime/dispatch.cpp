@@ -65,6 +65,8 @@ class Pool {
 struct OwnedResult : Result {
     Findings all;
     std::vector<Finding> list;
+    std::vector<Traffic> all_traffic;
+    std::vector<Range> all_ranges;
 };
 
 struct Dispatch {
@@ -85,6 +87,11 @@ void set_up(Worker& worker, Dispatch& dispatch, uint32_t index) {
     worker.random += worker.random == 0;
     worker.switches = worker.barriers = worker.meetings = worker.threads = worker.groups = 0;
     worker.memory_most = 0;
+    worker.stopped = false;
+    if (kInstrumented) {
+        if (!worker.instruments) worker.instruments = new Instruments(worker);
+        worker.instruments->begin_dispatch();
+    }
     msl_group& group = worker.group;
     std::memset(group.buffers, 0, sizeof group.buffers);
     std::memset(group.threadgroup_buffers, 0, sizeof group.threadgroup_buffers);
@@ -108,7 +115,7 @@ void run_groups(void* argument, uint32_t index) {
                                       static_cast<uint32_t>(number / dispatch.groups[0] % dispatch.groups[1]),
                                       static_cast<uint32_t>(number / dispatch.groups[0] / dispatch.groups[1])};
         run_group(worker, position);
-        if (worker.findings->entries.size() >= Findings::kMost) break;
+        if (worker.stopped || worker.findings->entries.size() >= Findings::kMost) break;
     }
 }
 
@@ -185,6 +192,16 @@ void finish(OwnedResult& result, const Launch& launch, const Dispatch* dispatch)
     result.finding_count = static_cast<uint32_t>(result.list.size());
 }
 
+void collect(OwnedResult& result, Worker& worker) {
+    worker.instruments->collect(result.all_traffic, result.all_ranges);
+    result.traffic = result.all_traffic.data();
+    result.traffic_count = static_cast<uint32_t>(result.all_traffic.size());
+    result.ranges = result.all_ranges.data();
+    result.range_count = static_cast<uint32_t>(result.all_ranges.size());
+    result.threadgroup_read = worker.instruments->threadgroup_read;
+    result.threadgroup_written = worker.instruments->threadgroup_written;
+}
+
 std::mutex& one_at_a_time() {
     static auto& mutex = *new std::mutex;
     return mutex;
@@ -220,6 +237,7 @@ Result* run(const Launch* launch) {
         result->groups += worker->groups;
         result->threadgroup_bytes = std::max(result->threadgroup_bytes, worker->memory_most);
     }
+    if (kInstrumented) collect(*result, *workers[0]);
     finish(*result, *launch, &dispatch);
     result->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     return result;
@@ -243,9 +261,18 @@ extern "C" __attribute__((visibility("default"))) const lily::metal::Library* li
         .constants = lily_metal_constants,
         .dispatch = run,
         .release = release_result,
-        .track = [](const void*, uint64_t, uint32_t) {},
-        .define = [](const void*, uint64_t) {},
-        .forget = [](const void*) {},
+        .track =
+            [](const void* data, uint64_t bytes, uint32_t defined) {
+                if (kInstrumented) Instruments::tracked().track(data, bytes, defined != 0);
+            },
+        .define =
+            [](const void* data, uint64_t bytes) {
+                if (kInstrumented) Instruments::tracked().define(data, bytes);
+            },
+        .forget =
+            [](const void* data) {
+                if (kInstrumented) Instruments::tracked().forget(data);
+            },
     };
     return &library;
 }

@@ -55,34 +55,30 @@ struct Operand {
     const msl_tile& tile() const { return *tiles[0]; }
 };
 
-void note_memory(const Operand& operand, bool is_write) {
+void note_memory(const Operand& operand, bool write, uint32_t line) {
     const msl_tile& tile = operand.tile();
     if (!kInstrumented || tile.in_registers) return;
     Instruments& instruments = *current_lane().worker->instruments;
-    const bool along_columns = tile.column_stride == 1;
-    const uint32_t outer = along_columns ? operand.rows : tile.columns, inner = along_columns ? tile.columns : operand.rows;
-    const int64_t outer_step = along_columns ? tile.row_stride : tile.column_stride;
-    const int64_t inner_step = along_columns ? tile.column_stride : tile.row_stride;
-    const uint32_t bytes = kBytes[tile.type];
+    const int64_t bytes = kBytes[tile.type];
     const auto* base = reinterpret_cast<const char*>(tile.address) + operand.first_row * tile.row_stride * bytes;
-    for (uint32_t i = 0; i < outer; ++i) {
-        if (inner_step == 1) {
-            instruments.simd_access(base + i * outer_step * bytes, inner * bytes, is_write, bytes, __builtin_return_address(0));
-            continue;
-        }
-        for (uint32_t k = 0; k < inner; ++k)
-            instruments.simd_access(base + (i * outer_step + k * inner_step) * bytes, bytes, is_write, bytes,
-                                    __builtin_return_address(0));
+    const bool by_rows = tile.column_stride == 1;
+    const int64_t step = (by_rows ? tile.row_stride : tile.column_stride) * bytes;
+    const uint32_t runs = by_rows ? operand.rows : tile.columns, length = by_rows ? tile.columns : operand.rows;
+    if (by_rows || tile.row_stride == 1) {
+        instruments.tile(base, length * kBytes[tile.type], runs, step, write, kBytes[tile.type], line);
+        return;
     }
+    for (uint32_t i = 0; i < length; ++i)
+        instruments.tile(base + i * tile.row_stride * bytes, kBytes[tile.type], runs, step, write, kBytes[tile.type], line);
 }
 
 // Reads an operand into rows x columns, row by row.
 template <class T>
-void gather(const Operand& operand, std::vector<T>& to) {
+void gather(const Operand& operand, std::vector<T>& to, uint32_t line) {
     const msl_tile& tile = operand.tile();
     const uint32_t columns = tile.columns;
     to.resize(static_cast<size_t>(operand.rows) * columns);
-    note_memory(operand, false);
+    note_memory(operand, false, line);
     if (!tile.in_registers) {
         const auto* from = reinterpret_cast<const void*>(tile.address);
         for (uint32_t row = 0; row < operand.rows; ++row)
@@ -103,9 +99,9 @@ void gather(const Operand& operand, std::vector<T>& to) {
 }
 
 template <class T>
-void scatter(const Operand& operand, const std::vector<T>& from) {
+void scatter(const Operand& operand, const std::vector<T>& from, uint32_t line) {
     const msl_tile& tile = operand.tile();
-    note_memory(operand, true);
+    note_memory(operand, true, line);
     if (!tile.in_registers) {
         auto* to = reinterpret_cast<void*>(tile.address);
         for (uint32_t row = 0; row < operand.rows; ++row)
@@ -148,14 +144,14 @@ void multiply(const T* a, const T* b, T* c, uint32_t rows, uint32_t depth, uint3
 }
 
 template <class T>
-void run(const Operand& a, const Operand& b, const Operand& c, bool accumulate) {
+void run(const Operand& a, const Operand& b, const Operand& c, bool accumulate, uint32_t line) {
     static thread_local std::vector<T> left, right, sum;
-    gather(a, left);
-    gather(b, right);
-    if (accumulate) gather(c, sum);
+    gather(a, left, line);
+    gather(b, right, line);
+    if (accumulate) gather(c, sum, line);
     else sum.assign(static_cast<size_t>(c.rows) * c.tile().columns, T(0));
     multiply(left.data(), right.data(), sum.data(), c.rows, a.tile().columns, c.tile().columns);
-    scatter(c, sum);
+    scatter(c, sum, line);
 }
 
 // Whether the operands fit each other and lie within their tensors; reports what does not.
@@ -200,7 +196,7 @@ extern "C" void msl_runtime_matmul(const msl_matmul* mine, uint32_t line) {
             const auto* operands = static_cast<const msl_matmul*>(simd.operands[i]);
             a.tiles[i] = &operands->a, b.tiles[i] = &operands->b, c.tiles[i] = &operands->c;
         }
-        if (mine->c.type >= kInt8) run<int32_t>(a, b, c, mine->accumulate);
-        else run<float>(a, b, c, mine->accumulate);
+        if (mine->c.type >= kInt8) run<int32_t>(a, b, c, mine->accumulate, line);
+        else run<float>(a, b, c, mine->accumulate, line);
     });
 }

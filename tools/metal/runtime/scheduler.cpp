@@ -159,6 +159,20 @@ void wind_up(Worker& worker, uint32_t index) {
     worker.lanes[index].stack_pointer = top - 6;
 }
 
+// Gives a variable its place in the group's memory.
+unsigned char* give_memory(Worker& worker, uint64_t bytes, uint32_t align) {
+    const uint32_t begin = (worker.memory_used + align - 1) & ~(align - 1);
+    if (begin + bytes + kGap > kArena) {
+        report(worker, Fault::kMemory, 0, "a threadgroup wants %u bytes of threadgroup memory; the limit is %u",
+               static_cast<uint32_t>(worker.memory_bytes + bytes), kThreadgroupMemory);
+        stop_dispatch(worker);
+    }
+    worker.memory_used = begin + static_cast<uint32_t>(bytes) + kGap;
+    worker.memory_bytes += static_cast<uint32_t>(bytes);
+    if (kInstrumented) worker.instruments->add_variable(begin, begin + static_cast<uint32_t>(bytes));
+    return worker.memory + begin;
+}
+
 void begin_group(Worker& worker, const uint32_t position[3]) {
     const Launch& launch = *worker.launch;
     msl_group& group = worker.group;
@@ -182,12 +196,11 @@ void begin_group(Worker& worker, const uint32_t position[3]) {
     }
     // All ones are NaN in every floating type: what was not written shows.
     std::memset(worker.memory, 0xff, worker.memory_used);
-    worker.memory_used = 0;
+    worker.memory_used = worker.memory_bytes = 0;
     std::fill(worker.declared_at.begin(), worker.declared_at.end(), kNowhere);
-    for (uint32_t i = 0; i < launch.threadgroup_count; ++i) {
-        group.threadgroup_buffers[i] = reinterpret_cast<uint64_t>(worker.memory + worker.memory_used);
-        worker.memory_used += (launch.threadgroup_bytes[i] + 15) & ~15u;
-    }
+    if (kInstrumented) worker.instruments->begin_group();
+    for (uint32_t i = 0; i < launch.threadgroup_count; ++i)
+        group.threadgroup_buffers[i] = reinterpret_cast<uint64_t>(give_memory(worker, launch.threadgroup_bytes[i], 16));
     worker.waiting = 0;
     worker.alive = worker.thread_count;
     worker.threadgroup_epoch++;
@@ -240,6 +253,13 @@ void yield(Lane& lane) {
     msl_switch(&lane.stack_pointer, next.stack_pointer);
 }
 
+void stop_dispatch(Worker& worker) {
+    void* abandoned = nullptr;
+    worker.broken = worker.stopped = true;
+    msl_switch(&abandoned, worker.own_stack);
+    std::abort();  // nobody comes back
+}
+
 void release(SimdGroup& simd, Worker& worker) {
     simd.runnable = simd.active;
     simd.arrived = 0;
@@ -273,19 +293,18 @@ void report_divergence(const SimdGroup& simd, uint32_t call) {
 
 void run_group(Worker& worker, const uint32_t position[3]) {
     begin_group(worker, position);
-    if (kInstrumented) worker.instruments->begin_group();
     worker.groups++;
     worker.threads += worker.thread_count;
     Lane& first = worker.lanes[worker.launch->order == Order::kReverse ? worker.thread_count - 1 : 0];
     msl_current = &first.thread;
     msl_switch(&worker.own_stack, first.stack_pointer);
-    check_end(worker);
     msl_current = nullptr;
-    if (kInstrumented) worker.instruments->end_group();
-    worker.memory_most = std::max(worker.memory_most, worker.memory_used);
-    if (worker.memory_used > kThreadgroupMemory)
+    if (worker.stopped) return;
+    check_end(worker);
+    worker.memory_most = std::max(worker.memory_most, worker.memory_bytes);
+    if (worker.memory_bytes > kThreadgroupMemory)
         report(worker, Fault::kMemory, 0, "a threadgroup holds %u bytes of threadgroup memory; the limit is %u",
-               worker.memory_used, kThreadgroupMemory);
+               worker.memory_bytes, kThreadgroupMemory);
 }
 
 }  // namespace lily::metal
@@ -323,12 +342,7 @@ void* msl_threadgroup_memory(uint64_t bytes, uint32_t align, uint32_t declaratio
     Worker& worker = *current_lane().worker;
     if (declaration >= worker.declared_at.size()) worker.declared_at.resize(declaration + 1, kNowhere);
     uint32_t& at = worker.declared_at[declaration];
-    if (at == kNowhere) {
-        const uint32_t begin = (worker.memory_used + align - 1) & ~(align - 1);
-        if (begin + bytes > kArena) return worker.memory;  // reported at the group's end
-        at = begin;
-        worker.memory_used = begin + static_cast<uint32_t>(bytes);
-    }
+    if (at == kNowhere) at = static_cast<uint32_t>(give_memory(worker, bytes, align) - worker.memory);
     return worker.memory + at;
 }
 }

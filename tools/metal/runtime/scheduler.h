@@ -68,16 +68,20 @@ struct Worker {
     unsigned char* stacks = nullptr;
     uint32_t stack_count = 0;
     unsigned char* memory = nullptr;         // threadgroup memory
-    uint32_t memory_used = 0, memory_most = 0;
+    uint32_t memory_used = 0;                // up to where it is given out
+    uint32_t memory_bytes = 0, memory_most = 0;  // how much of that is variables
     std::vector<uint32_t> declared_at;       // by declaration: where its variable lies, or kNowhere
     uint32_t random = 1;
     uint64_t switches = 0, barriers = 0, meetings = 0, threads = 0, groups = 0;
-    bool broken = false;                     // a finding that leaves lanes or matrices out of step
+    bool broken = false;                     // lanes or matrices are out of step
+    bool stopped = false;                    // a fault after which nothing more may run
     struct Findings* findings = nullptr;
     class Instruments* instruments = nullptr;
 };
 
 constexpr uint32_t kNowhere = ~0u;
+// Between the variables of an instrumented group, so that running over the end of one shows.
+constexpr uint32_t kGap = kInstrumented ? 64 : 0;
 constexpr uint32_t kArena = 1 << 17;  // more than kThreadgroupMemory, so that too much is found and not a crash
 
 extern "C" thread_local msl_thread* msl_current __attribute__((tls_model("initial-exec")));
@@ -89,6 +93,9 @@ void run_group(Worker& worker, const uint32_t position[3]);
 
 // Gives the processor to another lane; returns when this one is runnable again.
 void yield(Lane& lane);
+
+// Abandons the running group and the rest of the dispatch.
+[[noreturn]] void stop_dispatch(Worker& worker);
 
 // Lets all active lanes of a SIMD-group go on.
 void release(SimdGroup& simd, Worker& worker);

@@ -57,8 +57,14 @@ float* filled(SimdGroup& simd, uint32_t id) {
 
 const float* operand(SimdGroup& simd, uint32_t id, const char* name, uint32_t line) {
     if (!(simd.filled[id / 64] >> id % 64 & 1))
-        report(*current_lane().worker, Fault::kMatrix, line, "%s of this matrix multiplication holds nothing yet", name);
+        report(*current_lane().worker, Fault::kMatrix, line, "%s holds nothing yet", name);
     return matrix(simd, id);
+}
+
+void note(const void* address, uint32_t type, int64_t stride, bool write, uint32_t line) {
+    if (kInstrumented)
+        current_lane().worker->instruments->tile(address, kSide * bytes_of(type), kSide, stride * bytes_of(type), write,
+                                                 bytes_of(type), line);
 }
 
 using Row = float __attribute__((vector_size(32)));
@@ -121,27 +127,23 @@ void msl_runtime_matrix_copy(uint32_t to, uint32_t from) {
     if (empty) simd.filled[to / 64] &= ~(1ull << to % 64);
 }
 
-void msl_runtime_matrix_load(uint32_t to, const void* from, uint32_t type, uint64_t stride, uint32_t transpose) {
+void msl_runtime_matrix_load(uint32_t to, const void* from, uint32_t type, uint64_t stride, uint32_t transpose,
+                             uint32_t line) {
     float* m = filled(*current_lane().simd, to);
     const auto step = static_cast<int64_t>(stride);
+    note(from, type, step, false, line);
     for (int row = 0; row < kSide; ++row) {
-        if (kInstrumented)
-            current_lane().worker->instruments->simd_access(static_cast<const char*>(from) + row * step * bytes_of(type),
-                                                            kSide * bytes_of(type), false, bytes_of(type),
-                                                            __builtin_return_address(0));
         for (int column = 0; column < kSide; ++column)
             m[transpose ? column * kSide + row : row * kSide + column] = read(from, type, row * step + column);
     }
 }
 
-void msl_runtime_matrix_store(uint32_t from, void* to, uint32_t type, uint64_t stride, uint32_t transpose) {
-    const float* m = matrix(*current_lane().simd, from);
+void msl_runtime_matrix_store(uint32_t from, void* to, uint32_t type, uint64_t stride, uint32_t transpose,
+                             uint32_t line) {
+    const float* m = operand(*current_lane().simd, from, "the stored matrix", line);
     const auto step = static_cast<int64_t>(stride);
+    note(to, type, step, true, line);
     for (int row = 0; row < kSide; ++row) {
-        if (kInstrumented)
-            current_lane().worker->instruments->simd_access(static_cast<char*>(to) + row * step * bytes_of(type),
-                                                            kSide * bytes_of(type), true, bytes_of(type),
-                                                            __builtin_return_address(0));
         for (int column = 0; column < kSide; ++column)
             write(to, type, row * step + column, m[transpose ? column * kSide + row : row * kSide + column]);
     }
