@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
 SANITIZED := build/sanitized
 SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON
 
-.PHONY: help demo test test-long sanitize toolchain lint format stubs docs clean FORCE
+.PHONY: help demo test test-long sanitize toolchain kernels lint format stubs docs clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,9 @@ sanitize:  ## the core's tests with the address and undefined-behaviour sanitize
 
 toolchain:  ## install the compilers and emulators of the Linux rungs (asks apt; needs root)
 	tools/toolchain.sh
+
+kernels: $(VENV)/extra-test  ## compile the GPU kernels for the simulator into build/kernels.so (needs the toolchain)
+	$(PY) -m tools.metal.compile metal/*.metal -o build/kernels.so
 
 lint: $(VENV)/extra-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check .

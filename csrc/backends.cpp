@@ -1,6 +1,8 @@
 // make_ops: the one place that knows which backends there are.
 #include "cpu/backend.h"
 #include "error.h"
+#include "gpu/backend.h"
+#include "options.h"
 
 namespace lily {
 
@@ -36,10 +38,10 @@ const Kernels& choose(const std::string& simd) {
 
 }  // namespace
 
-std::unique_ptr<Ops> make_ops(const std::string& device, const Weights& weights, const OpsOptions& options) {
-    LILY_CHECK(std::invalid_argument, device == "auto" || device == "cpu",
-               "device: wanted auto or cpu, got '%s'", device.c_str());
-    return std::make_unique<CpuOps>(weights, options, choose(options.simd));
+std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, int rows, DType kv) {
+    if (options.device == "sim")
+        return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
+    return std::make_unique<CpuOps>(weights, options.threads, rows, kv, choose(options.simd));
 }
 
 }  // namespace lily

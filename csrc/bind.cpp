@@ -15,6 +15,7 @@
 #include <memory>
 
 #include "error.h"
+#include "gpu/dry.h"
 #include "options.h"
 #include "session.h"
 #include "weights.h"
@@ -222,6 +223,13 @@ Progress progress_of(const nb::object& callback) {
     };
 }
 
+Options options_of(const std::map<std::string, std::string>& given) {
+    Options options = options_from_environment();
+    for (const auto& [name, value] : given) options.set(name, value);
+    options.check();
+    return options;
+}
+
 // What Python holds as a Session: the core's, with the options it was made with.
 struct PySession {
     Options options;
@@ -229,16 +237,12 @@ struct PySession {
     std::unique_ptr<Session> session;
 
     PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
-        : options(options_from_environment()), weights(checkpoint.weights) {
-        for (const auto& [name, value] : given) options.set(name, value);
-        options.check();
+        : options(options_of(given)), weights(checkpoint.weights) {
         const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;
-        session = std::make_unique<Session>(
-            weights, make_ops(options.device, *weights, {options.threads, chunk, kv, options.simd}), chunk,
-            kv);
+        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv);
     }
 
     const LayerWeights& layer(int index) const {
@@ -282,6 +286,7 @@ std::vector<NamedActivation> activations_of(PySession& s) {
 }
 
 Tensor activation(PySession& s, const std::string& name) {
+    s.session->ops().finish();
     for (const NamedActivation& a : activations_of(s))
         if (name == a.name) return a.tensor;
     throw std::invalid_argument("no activation '" + name + "'");
@@ -328,6 +333,7 @@ void run_op(PySession& s, const std::string& name, int index,
     if (batch.rows > ops.activations().x.shape[0])
         throw std::invalid_argument("tokens: more than a pass holds");
     if (name == "forward") return forward(*s.weights, ops, batch);
+    ops.begin(batch);
     if (name == "embed") return ops.embed(s.weights->embedding, batch);
     using Step = void (Ops::*)(const LayerWeights&, const Batch&);
     static const std::map<std::string, Step> kSteps = {
@@ -496,6 +502,10 @@ void bind_session(nb::module_& m) {
                 return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
+        .def("_finish", [](PySession& s) { s.session->ops().finish(); })
+        .def(
+            "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
+            "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
         .def(
@@ -504,6 +514,24 @@ void bind_session(nb::module_& m) {
         .def("_set", &set_activation, "name"_a, "rows"_a)
         .def("_get", &get_activation, "name"_a, "rows"_a);
 
+    m.def(
+        "record_decode",
+        [](const std::filesystem::path& directory, int64_t position,
+           const std::map<std::string, std::string>& given) {
+            const Options options = options_of(given);
+            const Config config = read_config(directory.string());
+            if (position < 0 || position >= config.max_positions)
+                throw std::invalid_argument(format("position: wanted 0 to %lld, got %lld",
+                                                   static_cast<long long>(config.max_positions - 1),
+                                                   static_cast<long long>(position)));
+            std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, size_t>> list;
+            for (const RecordedDispatch& d : record_decode(config, options, position))
+                list.emplace_back(d.kernel, d.stage, d.groups, d.threads, d.bound_bytes);
+            return list;
+        },
+        "directory"_a, "position"_a, "options"_a,
+        "The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes "
+        "bound.");
     m.def(
         "option_list",
         [] {

@@ -3,6 +3,7 @@
 namespace lily {
 
 void forward(const Weights& weights, Ops& ops, const Batch& batch) {
+    ops.begin(batch);
     ops.embed(weights.embedding, batch);
     for (const LayerWeights& layer : weights.layers) {
         if (layer.attention) {

@@ -99,11 +99,17 @@ struct Ops {
     virtual const Activations& activations() const = 0;
     virtual std::string name() const = 0;  // the backend and the code path it chose, "cpu avx512"
     virtual int threads() const = 0;
+    virtual int recurrent_copies() const = 0;  // 2: a step reads one and writes the other
     virtual size_t scratch_bytes() const = 0;  // all it allocated besides weights and states
 
     // Zero-filled memory for states, and copies of it.
     virtual Memory allocate(size_t bytes) = 0;
     virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+
+    // Before the steps of a pass, and after which their results may be read.
+    virtual void begin(const Batch&) = 0;
+    virtual void finish() = 0;
+    virtual void drop_barrier(int64_t) {}  // see Device
 
     // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
     virtual void embed(const Linear& embedding, const Batch&) = 0;
@@ -131,13 +137,9 @@ struct Ops {
     virtual void read_state(const LayerWeights&, const State&, float* first, float* second) const = 0;
 };
 
-struct OpsOptions {
-    int threads = 0;  // 0: one per core this process may use
-    int rows = 0;     // the largest T
-    DType kv = DType::bf16;
-    std::string simd;  // "", or the code path to force
-};
+struct Options;
 
-std::unique_ptr<Ops> make_ops(const std::string& device, const Weights&, const OpsOptions&);
+// rows: the largest T.  kv: what keys and values are kept in.
+std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv);
 
 }  // namespace lily

@@ -100,7 +100,7 @@ std::map<std::string, std::string> Options::values() const {
 }
 
 void Options::check() const {
-    one_of("device", device, "auto cpu");
+    one_of("device", device, "auto cpu sim");
     one_of("kv", kv, "bf16 f32");
     one_of("simd", simd, "auto avx512 avx2 plain");
     in_range("threads", threads, 0, 1024);

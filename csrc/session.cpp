@@ -15,7 +15,10 @@ constexpr int kLogitRows = 32;
 }  // namespace
 
 Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv)
-    : weights_(std::move(weights)), ops_(std::move(ops)), layout_(weights_->config, kv), chunk_(chunk) {}
+    : weights_(std::move(weights)),
+      ops_(std::move(ops)),
+      layout_(weights_->config, kv, ops_->recurrent_copies()),
+      chunk_(chunk) {}
 
 State Session::new_state() const {
     return State(layout_, *ops_);

@@ -4,7 +4,8 @@
 
 namespace lily {
 
-StateLayout::StateLayout(const Config& c, DType kv_type) : kv(kv_type) {
+StateLayout::StateLayout(const Config& c, DType kv_type, int recurrent_copies)
+    : kv(kv_type), copies(recurrent_copies) {
     plane = static_cast<size_t>(c.kv_heads) * kPageTokens * static_cast<size_t>(c.head_dim) * bytes_of(kv);
     page = plane * 2 * static_cast<size_t>(c.attention_layers());
     conv = static_cast<int64_t>(c.conv_taps - 1) * c.channels();
@@ -15,10 +16,12 @@ StateLayout::StateLayout(const Config& c, DType kv_type) : kv(kv_type) {
 }
 
 State::State(const StateLayout& layout, Ops& ops)
-    : layout_(layout), recurrent_(ops.allocate(layout.recurrent)), logits_(ops.allocate(layout.logits)) {}
+    : layout_(layout),
+      recurrent_(ops.allocate(layout.recurrent_bytes())),
+      logits_(ops.allocate(layout.logits)) {}
 
 size_t State::bytes() const {
-    return pages_.size() * layout_.page + layout_.recurrent + layout_.logits;
+    return pages_.size() * layout_.page + layout_.recurrent_bytes() + layout_.logits;
 }
 
 void State::prepare(int64_t tokens, Ops& ops) {
@@ -28,7 +31,7 @@ void State::prepare(int64_t tokens, Ops& ops) {
         ops.copy(mine.get(), memory.get(), bytes);
         memory = std::move(mine);
     };
-    own(recurrent_, layout_.recurrent);
+    own(recurrent_, layout_.recurrent_bytes());
     own(logits_, layout_.logits);
     if (layout_.page == 0 || tokens == 0) return;
     const auto first = static_cast<size_t>(length_ / kPageTokens);  // where the next position goes
@@ -37,12 +40,9 @@ void State::prepare(int64_t tokens, Ops& ops) {
     while (pages_.size() < wanted) pages_.push_back(ops.allocate(layout_.page));
 }
 
-float* State::conv(int delta_layer) const {
-    return reinterpret_cast<float*>(recurrent_.get()) + delta_layer * (layout_.conv + layout_.delta);
-}
-
-float* State::delta(int delta_layer) const {
-    return conv(delta_layer) + layout_.conv;
+float* State::recurrent(int copy, int delta_layer) const {
+    return reinterpret_cast<float*>(recurrent_.get() + static_cast<size_t>(copy) * layout_.recurrent) +
+           delta_layer * (layout_.conv + layout_.delta);
 }
 
 }  // namespace lily

@@ -21,7 +21,9 @@ using Memory = std::shared_ptr<std::byte>;  // owned by the backend that allocat
 // in.
 struct StateLayout {
     StateLayout() = default;
-    StateLayout(const Config& config, DType kv);
+    StateLayout(const Config& config, DType kv, int recurrent_copies);
+
+    size_t recurrent_bytes() const { return static_cast<size_t>(copies) * recurrent; }
 
     DType kv = DType::bf16;
     size_t plane = 0;      // bytes of one layer's keys (or values) in a page: (G, 256, Dh)
@@ -31,6 +33,7 @@ struct StateLayout {
     size_t recurrent = 0;  // bytes of all layers' conv and delta states
     size_t logits = 0;     // bytes of (V) f32
     int delta_layers = 0;
+    int copies = 1;  // of the recurrent states; with two, a pass reads one and writes the other
 };
 
 class State {
@@ -48,7 +51,10 @@ class State {
 
     // Makes positions [length, length + tokens) and the recurrent state writable by this state alone.
     void prepare(int64_t tokens, Ops& ops);
-    void advance(int64_t tokens) { length_ += tokens; }
+    void advance(int64_t tokens) {
+        length_ += tokens;
+        current_ = next();
+    }
     void set_logits(bool valid) { has_logits_ = valid; }
 
     std::byte* keys(int attention_layer, int64_t page) const {
@@ -58,14 +64,20 @@ class State {
     std::byte* values(int attention_layer, int64_t page) const {
         return keys(attention_layer, page) + layout_.plane;
     }
-    float* conv(int delta_layer) const;
-    float* delta(int delta_layer) const;
+    float* conv(int delta_layer) const { return recurrent(current_, delta_layer); }
+    float* delta(int delta_layer) const { return conv(delta_layer) + layout_.conv; }
+    float* next_conv(int delta_layer) const { return recurrent(next(), delta_layer); }
+    float* next_delta(int delta_layer) const { return next_conv(delta_layer) + layout_.conv; }
     float* logits() const {
         return reinterpret_cast<float*>(logits_.get());
     }  // (V), of the last token taken in
 
    private:
+    int next() const { return (current_ + 1) % layout_.copies; }
+    float* recurrent(int copy, int delta_layer) const;
+
     StateLayout layout_;
+    int current_ = 0;            // the copy of the recurrent states that holds
     std::vector<Memory> pages_;  // page p holds positions [256 p, 256 p + 256)
     Memory recurrent_;
     Memory logits_;

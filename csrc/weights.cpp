@@ -396,6 +396,7 @@ void bind_all(Binder& bind, Weights& weights) {
         const std::string path = "layers." + std::to_string(l) + ".";
         LayerWeights layer;
         layer.attention = c.attention[static_cast<size_t>(l)];
+        layer.number = attention + delta;
         layer.index = layer.attention ? attention++ : delta++;
         layer.input_norm = bind.vector(path + "input_layernorm.weight", {c.hidden});
         layer.post_norm = bind.vector(path + "post_attention_layernorm.weight", {c.hidden});

@@ -58,6 +58,7 @@ struct MoeWeights {
 
 struct LayerWeights {
     bool attention = false;
+    int number = 0;         // among all layers
     int index = 0;          // among the layers of its kind: selects the state
     Tensor input_norm;      // (D) f32
     Tensor post_norm;       // (D) f32

@@ -6,6 +6,7 @@
 #include <exception>
 #include <vector>
 
+#include "options.h"
 #include "session.h"
 
 namespace {
@@ -14,8 +15,11 @@ constexpr int kChunk = 16;
 
 void tell(const char* checkpoint, int count, const std::vector<int32_t>& prompt) {
     const auto weights = lily::load_weights(checkpoint);
-    const lily::OpsOptions options{.threads = 2, .rows = kChunk, .kv = lily::DType::f32, .simd = "plain"};
-    lily::Session session(weights, lily::make_ops("cpu", *weights, options), kChunk, options.kv);
+    lily::Options options;
+    options.threads = 2;
+    options.simd = "plain";
+    const auto kv = lily::DType::f32;
+    lily::Session session(weights, lily::make_ops(*weights, options, kChunk, kv), kChunk, kv);
     lily::State state = session.new_state();
     lily::History history;
     session.extend(state, prompt, {});

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+import rungs
 from lily import _core, errors, reference
 
 HERE = Path(__file__).parent
@@ -27,6 +28,23 @@ def code_paths() -> list[str]:
         found.append(simd)
     assert "plain" in found
     return found
+
+
+def kernels(instrumented: bool = False) -> str:
+    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet."""
+    from tools.metal import compile as compiler
+
+    return str(compiler.compile(sorted((HERE.parent / "metal").glob("*.metal")), instrumented=instrumented))
+
+
+def backends() -> list[str]:
+    """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator."""
+    return [*code_paths(), *([] if rungs.why_left_out("metal") else ["sim"])]
+
+
+def options_of(backend: str) -> dict[str, str]:
+    """Return the options that choose a backend."""
+    return {"device": "sim", "kernels": kernels()} if backend == "sim" else {"device": "cpu", "simd": backend}
 
 
 def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:

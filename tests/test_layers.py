@@ -38,9 +38,17 @@ MAY_INCLUDE = {
     "logprobs.*": f"{LEAVES} logprobs.h",
     "history.h": MODEL,
     "session.*": f"{MODEL} forward.h history.h logprobs.h session.h",
-    "backends.cpp": f"{MODEL} cpu/backend.h",  # the factory, which knows what there is
-    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h options.h",
-    "cpu/*": f"{MODEL} cpu/*",
+    "fixed.h": "",
+    "sample.*": f"{MODEL} fixed.h sample.h",
+    "backends.cpp": f"{MODEL} options.h cpu/backend.h gpu/backend.h",  # the factory: all there is
+    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h options.h gpu/dry.h",
+    "cpu/*": f"{MODEL} sample.h cpu/*",
+    "gpu/device.h": f"{LEAVES} state.h",
+    "gpu/recorder.*": "gpu/device.h gpu/recorder.h",
+    "gpu/backend.h": f"{MODEL} options.h sample.h gpu/recorder.h metal/args.h",
+    "gpu/ops.cpp": f"{MODEL} options.h gpu/backend.h",
+    "gpu/dry.*": f"{MODEL} options.h forward.h gpu/backend.h gpu/dry.h",
+    "gpu/sim.cpp": f"{LEAVES} gpu/device.h tools/metal/runtime.h",
 }
 # What stands in one place only: the pattern, where it may stand, why.
 CONFINED = [

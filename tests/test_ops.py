@@ -5,7 +5,7 @@ import pytest
 
 from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, code_paths, compare
+from support import CHECKPOINTS, backends, compare, options_of
 
 TOLERANCE = 2e-5  # of the largest value: float32 sums of some thousand products
 ACTIVATIONS = sorted({name for _, reads, writes in OPS.values() for name in (*reads, *writes)} - {"state"})
@@ -16,9 +16,9 @@ def models():
     return {name: reference.Model(path) for name, path in CHECKPOINTS.items()}
 
 
-@pytest.fixture(scope="module", params=code_paths())
+@pytest.fixture(scope="module", params=backends())
 def sessions(request):
-    options = {"simd": request.param, "kv": "f32", "prefill_chunk": "300", "threads": "2"}
+    options = options_of(request.param) | {"kv": "f32", "prefill_chunk": "300", "threads": "2"}
     return {name: _core.Session(_core.Weights(str(path)), options) for name, path in CHECKPOINTS.items()}
 
 
@@ -26,21 +26,31 @@ def widths(session):
     return {name: session._get(name, 1).shape[1] for name in ACTIVATIONS}
 
 
-def past_state(session, tokens, vocab):
-    state = session.new_state()
-    if tokens:
-        session.extend(state, np.random.default_rng(7).integers(0, vocab, tokens).astype(np.int32))
-    return state
+@pytest.fixture(scope="module")
+def past_state(sessions, models):
+    """A state that has taken in so many tokens, made once."""
+    made = {}
+
+    def after(checkpoint, tokens):
+        session = sessions[checkpoint]
+        if (checkpoint, tokens) not in made:
+            state = made[checkpoint, tokens] = session.new_state()
+            if tokens:
+                vocab = models[checkpoint].config.vocab
+                session.extend(state, np.random.default_rng(7).integers(0, vocab, tokens).astype(np.int32))
+        return session.fork(made[checkpoint, tokens])
+
+    return after
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_op(case: Case, models, sessions):
+def test_op(case: Case, models, sessions, past_state):
     model, session = models[case.checkpoint], sessions[case.checkpoint]
     layer = 3 if case.op.startswith("attn") else 0
     function, reads, writes = OPS[case.op]
     wide = widths(session)
     given = inputs(case, model.config, wide)
-    state = past_state(session, case.past, model.config.vocab)
+    state = past_state(case.checkpoint, case.past)
 
     arguments = {name: array.astype(np.float64) for name, array in given.items()}
     arguments["state"] = tuple(part.astype(np.float64) for part in session.layer_state(state, layer))

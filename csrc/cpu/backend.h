@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/sample.h"
 #include "cpu/threads.h"
 #include "ops.h"
+#include "sample.h"
 
 namespace lily {
 
@@ -47,16 +47,19 @@ struct Product {
 
 class CpuOps final : public Ops {
    public:
-    CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels);
+    CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels);
 
     const Activations& activations() const override { return a_; }
     std::string name() const override { return std::string("cpu ") + kernels_.name; }
     int threads() const override { return threads_.count(); }
+    int recurrent_copies() const override { return 1; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
 
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
 
+    void begin(const Batch&) override {}
+    void finish() override {}
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
     void gdn_mix(const LayerWeights&, const Batch&) override;

@@ -51,12 +51,12 @@ void for_each_linear(const Weights& weights, const Function& function) {
 
 }  // namespace
 
-CpuOps::CpuOps(const Weights& weights, const OpsOptions& options, const Kernels& kernels)
+CpuOps::CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels)
     : c_(weights.config),
       kernels_(kernels),
-      threads_(options.threads),
-      rows_(options.rows),
-      kv_(options.kv),
+      threads_(threads),
+      rows_(rows),
+      kv_(kv),
       sample_scratch_(c_.vocab) {
     LILY_CHECK(ModelFilesError, c_.conv_taps <= kMaxTaps, "linear_conv_kernel_dim: wanted at most %d, got %d",
                kMaxTaps, c_.conv_taps);

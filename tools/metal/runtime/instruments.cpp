@@ -47,7 +47,7 @@ void Instruments::begin_dispatch() {
             return a.space != Space::kThreadgroup && a.index == binding.index;
         });
         const bool known = argument != end;
-        counted_.push_back({&binding, known ? argument : nullptr, known && argument->writable && binding.writes, {}});
+        counted_.push_back({&binding, known ? argument : nullptr, binding.writes && (binding.index >= kBuffers || (known && argument->writable)), {}});
         counted_.back().traffic.buffer = binding.index;
         if (binding.data && binding.bytes) order.push_back(i);
     }

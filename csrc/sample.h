@@ -1,4 +1,4 @@
-// Drawing a token on the CPU.
+// Drawing a token on the host.
 #pragma once
 
 #include <cstdint>

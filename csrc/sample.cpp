@@ -1,13 +1,13 @@
-// Drawing a token on the CPU, bit for bit as reference.py states it. The random numbers are a function of
+// Drawing a token on the host, bit for bit as reference.py states it. The random numbers are a function of
 // (seed, position, token id) alone, so a draw never depends on what was drawn before, on the batch, or on the
 // order in which candidates are looked at. That leaves the order free: what can't win is skipped.
-#include "cpu/sample.h"
+#include "sample.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "cpu/fixed.h"
 #include "error.h"
+#include "fixed.h"
 
 namespace lily {
 

@@ -1,0 +1,496 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "error.h"
+#include "gpu/backend.h"
+
+namespace lily {
+
+namespace {
+
+constexpr uint32_t kSimd = 32;        // lanes of a SIMD-group
+constexpr uint32_t kSimds = 8;        // SIMD-groups of a threadgroup that multiplies
+constexpr uint32_t kRowsOfSimd = 4;   // outputs that a SIMD-group takes: metal/quant.h
+constexpr uint32_t kValues = 64;      // rows of S that a threadgroup takes: metal/gdn.metal
+constexpr int64_t kSpan = 2048;       // positions of one attention result: metal/attention.metal
+constexpr uint32_t kHeadsOfSimd = 4;  // query heads that share a load of keys: metal/attention.metal
+constexpr int kRowsOfPass = 8;        // rows whose attention results are held at a time
+constexpr int kLogitRows = 32;
+constexpr int kSequences = 64;                   // sequences of a batch
+constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
+
+// What a dispatch binds, in the order of the kernel's arguments.
+class Buffers {
+   public:
+    Buffers& read(const void* data, size_t bytes) { return add({data, bytes, false}); }
+    Buffers& write(void* data, size_t bytes) { return add({data, bytes, true}); }
+    Buffers& read(const Tensor& t) { return read(t.data, t.bytes()); }
+    Buffers& weights(const Linear& w) {
+        const Tensor &scales = w.bits ? w.scales : w.weight, &biases = w.bits ? w.biases : w.weight;
+        return read(w.weight).read(scales).read(biases);
+    }
+    std::span<const Binding> list() const { return {list_.data(), count_}; }
+
+   private:
+    Buffers& add(const Binding& binding) {
+        list_[count_++] = binding;
+        return *this;
+    }
+    std::array<Binding, 30> list_ = {};
+    size_t count_ = 0;
+};
+
+uint32_t type_of(DType dtype) {
+    return dtype == DType::bf16 ? args::kBf16 : dtype == DType::f16 ? args::kF16 : args::kF32;
+}
+
+// rows: of one expert where experts are stacked.
+args::Matrix matrix(const Linear& w, int64_t rows = 0) {
+    return {static_cast<uint32_t>(rows ? rows : w.rows), static_cast<uint32_t>(w.columns),
+            static_cast<uint32_t>(w.bits), type_of(w.bits ? w.scales.dtype : w.weight.dtype)};
+}
+
+uint32_t blocks_of(const args::Matrix& m) {
+    return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd;
+}
+
+uint32_t groups_for(uint32_t blocks) {
+    return (blocks + kSimds - 1) / kSimds;
+}
+
+struct Launch {
+    const char* kernel;
+    std::array<uint32_t, 3> groups;
+    uint32_t threads = kSimds * kSimd;
+    std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
+    std::span<const Binding> reached = {};
+};
+
+template <class Args>
+void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffers& buffers) {
+    size_t arguments = 0;
+    uint32_t bytes = 0;
+    for (uint32_t size : launch.threadgroup) {
+        arguments += size != 0;
+        bytes += size;
+    }
+    LILY_CHECK(DeviceError, bytes <= kMaxThreadgroup - 2048,
+               "%s: needs %u bytes of threadgroup memory, a GPU has %u. This model is too wide for the GPU "
+               "kernels; use "
+               "device=\"cpu\".",
+               launch.kernel, bytes, kMaxThreadgroup);
+    recorder.dispatch({.kernel = launch.kernel,
+                       .groups = {launch.groups[0], launch.groups[1], launch.groups[2]},
+                       .threads = launch.threads,
+                       .args = {reinterpret_cast<const std::byte*>(&args), sizeof args},
+                       .buffers = buffers.list(),
+                       .threadgroup = {launch.threadgroup.data(), arguments},
+                       .reached = launch.reached});
+}
+
+// The smallest variant of a kernel whose lanes hold at least `wanted` numbers each.
+template <size_t N>
+int variant(const std::array<int, N>& sizes, int wanted, const char* what, int got) {
+    for (int size : sizes)
+        if (size >= wanted) return size;
+    throw DeviceError(format("%s: the GPU kernels take at most %d, got %d. Use device=\"cpu\".", what,
+                             got / wanted * sizes.back(), got));
+}
+
+}  // namespace
+
+GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType kv,
+               std::unique_ptr<Device> device)
+    : c_(weights.config),
+      options_(options),
+      kv_(kv),
+      rows_(rows),
+      device_(std::move(device)),
+      recorder_(*device_),
+      sample_scratch_(c_.vocab) {
+    const Config& c = c_;
+    const int64_t T = rows_;
+    constexpr DType f32 = DType::f32, i32 = DType::i32;
+#define LILY_FIELD(name, width, type) a_.name = Tensor(scratch(T * (width)), type, {T, width});
+    LILY_ACTIVATIONS(LILY_FIELD)
+#undef LILY_FIELD
+    spans_ = (c.max_positions + kSpan - 1) / kSpan;
+    pages_of_sequence_ = (c.max_positions + kPageTokens - 1) / kPageTokens;
+    tokens_ = reinterpret_cast<int32_t*>(scratch(T));
+    query_ = scratch(T * c.heads * c.head_dim);
+    turns_ = scratch(T * c.rotary_dim);
+    partial_ = scratch(kRowsOfPass * c.heads * spans_ * (c.head_dim + 2));
+    logits_ = scratch(int64_t{kLogitRows} * c.vocab);
+    pages_ = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
+    for (int i = 0; i < c.rotary_dim / 2; ++i)
+        frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
+    upload(weights);
+}
+
+float* GpuOps::scratch(int64_t floats) {
+    owned_.push_back(device_->allocate(static_cast<size_t>(floats) * sizeof(float)));
+    scratch_bytes_ += static_cast<size_t>(floats) * sizeof(float);
+    return reinterpret_cast<float*>(owned_.back().get());
+}
+
+// Kernels load words, and files place them at any byte: what is not aligned is copied.
+Tensor GpuOps::upload(const Tensor& tensor) {
+    if (!tensor || reinterpret_cast<uintptr_t>(tensor.data) % bytes_of(tensor.dtype) == 0) return tensor;
+    owned_.push_back(device_->allocate(tensor.bytes()));
+    std::memcpy(owned_.back().get(), tensor.data, tensor.bytes());
+    Tensor copy = tensor;
+    copy.data = owned_.back().get();
+    return copy;
+}
+
+void GpuOps::upload(const Weights& weights) {
+    const auto place = [&](Linear& w) {
+        w.weight = upload(w.weight);
+        w.scales = upload(w.scales);
+        w.biases = upload(w.biases);
+    };
+    embedding_ = weights.embedding;
+    head_ = weights.head;
+    norm_ = weights.norm;
+    layers_ = weights.layers;
+    place(embedding_);
+    place(head_);
+    for (LayerWeights& layer : layers_) {
+        GdnWeights& g = layer.gdn;
+        AttentionWeights& a = layer.attn;
+        MoeWeights& m = layer.moe;
+        for (Linear* w :
+             {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out, &a.q, &a.k, &a.v, &a.out, &m.router, &m.gate,
+              &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down, &m.shared_expert_gate})
+            place(*w);
+    }
+}
+
+void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
+    recorder_.finish();
+    std::memcpy(to, from, bytes);
+}
+
+// What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
+// pages are.
+void GpuOps::begin(const Batch& batch) {
+    LILY_CHECK(std::invalid_argument, batch.segments.size() <= kSequences,
+               "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
+    recorder_.finish();
+    std::copy(batch.tokens.begin(), batch.tokens.end(), tokens_);
+    const auto turns = static_cast<int64_t>(frequency_.size());
+    for (size_t s = 0; s < batch.segments.size(); ++s) {
+        const Segment& segment = batch.segments[s];
+        for (int t = 0; t < segment.length; ++t)
+            for (int64_t i = 0; i < turns; ++i) {
+                const double angle =
+                    static_cast<double>(segment.position + t) * frequency_[static_cast<size_t>(i)];
+                float* turn = turns_ + ((segment.row + t) * turns + i) * 2;
+                turn[0] = static_cast<float>(std::cos(angle));
+                turn[1] = static_cast<float>(std::sin(angle));
+            }
+        if (c_.attention_layers() == 0) continue;
+        std::byte** table = pages_ + static_cast<int64_t>(s) * pages_of_sequence_;
+        for (int64_t page = 0; page * kPageTokens < segment.position + segment.length; ++page)
+            table[page] = segment.state->keys(0, page);
+    }
+}
+
+void GpuOps::embed(const Linear&, const Batch& batch) {
+    const auto T = static_cast<uint32_t>(batch.rows);
+    run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
+        Buffers()
+            .read(tokens_, T * sizeof(int32_t))
+            .weights(embedding_)
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+void GpuOps::head(const Weights&, int first, int rows, float* logits) {
+    const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
+    const auto D = static_cast<uint32_t>(c_.hidden);
+    const size_t bytes = static_cast<size_t>(rows) * static_cast<size_t>(c_.vocab) * sizeof(float);
+    run(recorder_,
+        {.kernel = "head",
+         .groups = {groups_for(blocks_of(p.matrix[0])), static_cast<uint32_t>(rows), 1},
+         .threadgroup = {4 * D}},
+        p,
+        Buffers()
+            .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
+            .read(norm_)
+            .weights(head_)
+            .write(logits_, bytes));
+    recorder_.finish();
+    std::memcpy(logits, logits_, bytes);
+}
+
+int32_t GpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
+    return sample_token(logits, sampling, draw, sample_scratch_);
+}
+
+void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
+    const GdnWeights& w = here(layer).gdn;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::NormProject p{{matrix(w.in_qkv), matrix(w.in_z), matrix(w.in_b), matrix(w.in_a)},
+                              static_cast<float>(c_.norm_epsilon)};
+    uint32_t blocks = 0;
+    for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
+    run(recorder_, {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+        Buffers()
+            .read(a_.x.data, bytes_of_rows(a_.x, T))
+            .read(layer.input_norm)
+            .weights(w.in_qkv)
+            .weights(w.in_z)
+            .weights(w.in_b)
+            .weights(w.in_a)
+            .write(a_.qkv.data, bytes_of_rows(a_.qkv, T))
+            .write(a_.z.data, bytes_of_rows(a_.z, T))
+            .write(a_.b.data, bytes_of_rows(a_.b, T))
+            .write(a_.a.data, bytes_of_rows(a_.a, T)));
+}
+
+void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
+    static constexpr std::array<int, 5> kSizes = {4, 8, 16, 32, 64};
+    const int columns = variant(kSizes, (c_.key_dim + 3) / 4, "linear_key_head_dim", c_.key_dim);
+    const std::string kernel = "gdn_mix_" + std::to_string(columns);
+    const size_t conv =
+        static_cast<size_t>(c_.conv_taps - 1) * static_cast<size_t>(c_.channels()) * sizeof(float);
+    const size_t delta = static_cast<size_t>(c_.value_heads) * static_cast<size_t>(c_.value_dim) *
+                         static_cast<size_t>(c_.key_dim) * sizeof(float);
+    for (const Segment& s : batch.segments) {
+        const args::GdnMix p{static_cast<uint32_t>(s.length),       static_cast<uint32_t>(c_.key_heads),
+                             static_cast<uint32_t>(c_.value_heads), static_cast<uint32_t>(c_.key_dim),
+                             static_cast<uint32_t>(c_.value_dim),   static_cast<uint32_t>(c_.conv_taps),
+                             static_cast<uint32_t>(a_.y.shape[1])};
+        run(recorder_,
+            {.kernel = kernel.c_str(),
+             .groups = {(p.value_dim + kValues - 1) / kValues, p.value_heads, 1},
+             .threads = kValues * 4},
+            p,
+            Buffers()
+                .read(row(a_.qkv, s.row), bytes_of_rows(a_.qkv, s.length))
+                .read(row(a_.b, s.row), bytes_of_rows(a_.b, s.length))
+                .read(row(a_.a, s.row), bytes_of_rows(a_.a, s.length))
+                .read(layer.gdn.conv)
+                .read(layer.gdn.a_log)
+                .read(layer.gdn.dt_bias)
+                .read(s.state->conv(layer.index), conv)
+                .read(s.state->delta(layer.index), delta)
+                .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length))
+                .write(s.state->next_conv(layer.index), conv)
+                .write(s.state->next_delta(layer.index), delta));
+    }
+}
+
+void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
+    const Linear& out = here(layer).gdn.out;
+    const auto T = static_cast<uint32_t>(batch.rows);
+    const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]),
+                         static_cast<uint32_t>(c_.value_dim), static_cast<float>(c_.norm_epsilon)};
+    run(recorder_,
+        {.kernel = "gdn_out",
+         .groups = {groups_for(blocks_of(p.out)), T, 1},
+         .threadgroup = {4 * p.out.columns}},
+        p,
+        Buffers()
+            .read(a_.y.data, bytes_of_rows(a_.y, T))
+            .read(a_.z.data, bytes_of_rows(a_.z, T))
+            .read(layer.gdn.norm)
+            .weights(out)
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
+    const AttentionWeights& w = here(layer).attn;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
+    uint32_t blocks = 0;
+    for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
+    run(recorder_, {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+        Buffers()
+            .read(a_.x.data, bytes_of_rows(a_.x, T))
+            .read(layer.input_norm)
+            .weights(w.q)
+            .weights(w.k)
+            .weights(w.v)
+            .write(a_.qg.data, bytes_of_rows(a_.qg, T))
+            .write(a_.k.data, bytes_of_rows(a_.k, T))
+            .write(a_.v.data, bytes_of_rows(a_.v, T)));
+}
+
+void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
+    for (size_t i = 0; i < batch.segments.size(); ++i) {
+        const Segment& s = batch.segments[i];
+        const StateLayout& layout = s.state->layout();
+        const args::Attention p{static_cast<uint32_t>(s.length),     static_cast<uint32_t>(s.position),
+                                static_cast<uint32_t>(c_.heads),     static_cast<uint32_t>(c_.kv_heads),
+                                static_cast<uint32_t>(c_.head_dim),  static_cast<uint32_t>(c_.rotary_dim),
+                                static_cast<float>(c_.norm_epsilon), type_of(kv_),
+                                static_cast<uint32_t>(layout.plane), static_cast<uint32_t>(layer.index),
+                                static_cast<uint32_t>(spans_),       static_cast<uint32_t>(a_.y.shape[1])};
+        std::byte** table = pages_ + static_cast<int64_t>(i) * pages_of_sequence_;
+        place(layer.attn, s, p, table);
+        for (int first = 0; first < s.length; first += kRowsOfPass)
+            attend(s, p, first, std::min(kRowsOfPass, s.length - first), table);
+    }
+}
+
+// Keys and values of this layer in the pages from the one that holds `position` to the last of the segment.
+std::vector<Binding> GpuOps::pages_from(int64_t position, const Segment& s, const args::Attention& p,
+                                        bool written) const {
+    std::vector<Binding> pages;
+    for (int64_t page = position / kPageTokens; page * kPageTokens < s.position + s.length; ++page)
+        pages.push_back(
+            {s.state->keys(static_cast<int>(p.layer), page), 2 * s.state->layout().plane, written});
+    return pages;
+}
+
+void GpuOps::place(const AttentionWeights& w, const Segment& s, const args::Attention& p, std::byte** table) {
+    const std::vector<Binding> pages = pages_from(s.position, s, p, true);
+    const size_t query_bytes =
+        static_cast<size_t>(c_.heads) * static_cast<size_t>(c_.head_dim) * sizeof(float);
+    const size_t turn_bytes = static_cast<size_t>(c_.rotary_dim) * sizeof(float);
+    const auto length = static_cast<size_t>(s.length), r = static_cast<size_t>(s.row);
+    run(recorder_,
+        {.kernel = "attn_mix_place",
+         .groups = {p.heads + p.kv_heads, p.tokens, 1},
+         .threads = kSimd,
+         .reached = pages},
+        p,
+        Buffers()
+            .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))
+            .read(row(a_.k, s.row), bytes_of_rows(a_.k, s.length))
+            .read(row(a_.v, s.row), bytes_of_rows(a_.v, s.length))
+            .read(w.q_norm)
+            .read(w.k_norm)
+            .read(turns_ + r * turn_bytes / sizeof(float), length * turn_bytes)
+            .read(table, static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*))
+            .write(query_ + r * query_bytes / sizeof(float), length * query_bytes));
+}
+
+void GpuOps::attend(const Segment& s, const args::Attention& whole, int first, int rows, std::byte** table) {
+    static constexpr std::array<int, 4> kSizes = {1, 2, 4, 8};
+    const int dims = variant(kSizes, (c_.head_dim + 31) / 32, "head_dim", c_.head_dim);
+    const std::string kernel = "attn_mix_split_" + std::to_string(dims);
+    args::Attention p = whole;
+    p.position += static_cast<uint32_t>(first);
+    p.tokens = static_cast<uint32_t>(rows);
+    p.spans = static_cast<uint32_t>((s.position + first + rows + kSpan - 1) / kSpan);
+    const std::vector<Binding> pages = pages_from(0, s, p, false);
+    const uint32_t shared = p.heads / p.kv_heads, quads = (shared + kHeadsOfSimd - 1) / kHeadsOfSimd;
+    const size_t query_bytes =
+        static_cast<size_t>(c_.heads) * static_cast<size_t>(c_.head_dim) * sizeof(float);
+    const size_t partial_bytes =
+        static_cast<size_t>(rows) * p.heads * p.spans * (p.head_dim + 2) * sizeof(float);
+    const int64_t r = s.row + first;
+    run(recorder_,
+        {.kernel = kernel.c_str(),
+         .groups = {p.spans, p.kv_heads * quads, p.tokens},
+         .threads = 4 * kSimd,
+         .reached = pages},
+        p,
+        Buffers()
+            .read(query_ + r * c_.heads * c_.head_dim, static_cast<size_t>(rows) * query_bytes)
+            .read(table, static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*))
+            .write(partial_, partial_bytes));
+    run(recorder_, {.kernel = "attn_mix_merge", .groups = {p.heads, p.tokens, 1}, .threads = kSimd}, p,
+        Buffers()
+            .read(partial_, partial_bytes)
+            .read(row(a_.qg, r), bytes_of_rows(a_.qg, rows))
+            .write(row(a_.y, r), bytes_of_rows(a_.y, rows)));
+}
+
+void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
+    const Linear& out = here(layer).attn.out;
+    const auto T = static_cast<uint32_t>(batch.rows);
+    const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]), 0, 0};
+    run(recorder_,
+        {.kernel = "attn_out",
+         .groups = {groups_for(blocks_of(p.out)), T, 1},
+         .threadgroup = {4 * p.out.columns}},
+        p,
+        Buffers()
+            .read(a_.y.data, bytes_of_rows(a_.y, T))
+            .weights(out)
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate),
+                           matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
+    const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
+    run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+        Buffers()
+            .read(a_.x.data, bytes_of_rows(a_.x, T))
+            .read(layer.post_norm)
+            .weights(w.router)
+            .weights(w.shared_expert_gate)
+            .weights(w.shared_gate)
+            .weights(w.shared_up)
+            .write(a_.h.data, bytes_of_rows(a_.h, T))
+            .write(a_.router.data, bytes_of_rows(a_.router, T))
+            .write(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
+}
+
+void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
+                        static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
+    const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
+    run(recorder_,
+        {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
+        Buffers()
+            .read(a_.h.data, bytes_of_rows(a_.h, T))
+            .read(a_.router.data, bytes_of_rows(a_.router, T))
+            .weights(w.gate)
+            .weights(w.up)
+            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
+}
+
+void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows);
+    const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down),
+                          static_cast<uint32_t>(c_.experts_per_token)};
+    const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
+    run(recorder_,
+        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}},
+        p,
+        Buffers()
+            .read(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
+            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .read(a_.shared.data, bytes_of_rows(a_.shared, T))
+            .weights(w.down)
+            .weights(w.shared_down)
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
+    device_->finish();
+    if (!layer.attention) {
+        std::memcpy(first, state.conv(layer.index), static_cast<size_t>(state.layout().conv) * sizeof(float));
+        std::memcpy(second, state.delta(layer.index),
+                    static_cast<size_t>(state.layout().delta) * sizeof(float));
+        return;
+    }
+    const int64_t Dh = c_.head_dim, length = state.length();
+    for (int64_t h = 0; h < c_.kv_heads; ++h)
+        for (int64_t t = 0; t < length; ++t)
+            for (int64_t d = 0; d < Dh; ++d) {
+                const int64_t page = t / kPageTokens;
+                const auto at = static_cast<size_t>((h * kPageTokens + t % kPageTokens) * Dh + d);
+                first[(h * length + t) * Dh + d] = float_at(state.keys(layer.index, page), kv_, at);
+                second[(h * length + t) * Dh + d] = float_at(state.values(layer.index, page), kv_, at);
+            }
+}
+
+}  // namespace lily

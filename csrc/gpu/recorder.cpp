@@ -1,0 +1,36 @@
+#include "gpu/recorder.h"
+
+#include <algorithm>
+
+namespace lily {
+
+bool Recorder::conflicts(const Binding& binding) const {
+    const auto* begin = static_cast<const std::byte*>(binding.data);
+    return std::any_of(touched_.begin(), touched_.end(), [&](const Binding& other) {
+        const auto* from = static_cast<const std::byte*>(other.data);
+        return (binding.written || other.written) && begin < from + other.bytes &&
+               from < begin + binding.bytes;
+    });
+}
+
+void Recorder::dispatch(const Dispatch& dispatch) {
+    bool waits = touched_.empty();  // the first dispatch begins a stage without a barrier
+    for (const auto& list : {dispatch.buffers, dispatch.reached})
+        for (const Binding& binding : list) waits = waits || conflicts(binding);
+    if (waits) {
+        if (!touched_.empty()) device_.barrier();
+        touched_.clear();
+        ++stages_;
+    }
+    for (const auto& list : {dispatch.buffers, dispatch.reached})
+        touched_.insert(touched_.end(), list.begin(), list.end());
+    device_.dispatch(dispatch);
+    ++dispatches_;
+}
+
+void Recorder::finish() {
+    device_.finish();
+    touched_.clear();
+}
+
+}  // namespace lily

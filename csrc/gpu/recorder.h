@@ -1,0 +1,33 @@
+// Recorder: puts barriers between dispatches, and only where one needs what an earlier one did.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gpu/device.h"
+
+namespace lily {
+
+class Recorder {
+   public:
+    explicit Recorder(Device& device) : device_(device) {}
+
+    // Dispatches, after a barrier if the dispatch touches what one since the last barrier wrote, or writes
+    // what one read.
+    void dispatch(const Dispatch& dispatch);
+
+    // Waits for the device. The next dispatch needs no barrier.
+    void finish();
+
+    int64_t dispatches() const { return dispatches_; }
+    int64_t stages() const { return stages_; }  // runs of dispatches without a barrier between them
+
+   private:
+    bool conflicts(const Binding& binding) const;
+
+    Device& device_;
+    std::vector<Binding> touched_;  // since the last barrier
+    int64_t dispatches_ = 0, stages_ = 0;
+};
+
+}  // namespace lily

@@ -1,0 +1,128 @@
+// The simulator: a Device that runs kernels which tools/metal compiled for the CPU. It does each dispatch at
+// once, so a barrier orders nothing. With an instrumented library it holds every dispatch to what it
+// declared, and every pair of dispatches without a barrier between them to memory that they really may touch
+// side by side.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <new>
+#include <vector>
+
+#include "error.h"
+#include "gpu/device.h"
+#include "tools/metal/runtime.h"
+
+namespace lily {
+
+namespace {
+
+using metal::Launch;
+using metal::Library;
+
+class Simulator final : public Device {
+   public:
+    explicit Simulator(const std::string& file)
+        : handle_(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL), dlclose) {
+        if (!handle_)
+            throw DeviceError(std::string("option kernels: wanted a library made by `make kernels`: ") +
+                              dlerror());
+        const auto open = reinterpret_cast<const Library* (*)()>(dlsym(handle_.get(), "lily_metal_library"));
+        if (!open)
+            throw DeviceError("option kernels: " + file + " holds no kernels; make it with `make kernels`");
+        library_ = open();
+        LILY_CHECK(DeviceError, library_->version == metal::kVersion,
+                   "%s: wanted version %u of the runtime, got %u. Run `make kernels`.", file.c_str(),
+                   metal::kVersion, library_->version);
+        for (uint32_t i = 0; i < library_->kernel_count; ++i) kernels_[library_->kernels[i].name] = i;
+    }
+
+    std::string name() const override { return "sim"; }
+
+    Memory allocate(size_t bytes) override {
+        const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
+        auto* p = static_cast<std::byte*>(std::aligned_alloc(64, whole));
+        if (!p) throw std::bad_alloc();
+        std::memset(p, 0, whole);
+        return Memory(p, std::free);
+    }
+
+    void dispatch(const Dispatch& d) override {
+        const auto kernel = kernels_.find(d.kernel);
+        if (kernel == kernels_.end()) throw DeviceError("simulator: there is no kernel " + d.kernel);
+        std::vector<metal::Binding> bindings;
+        const auto bind = [&](uint32_t index, const void* data, size_t bytes, bool written) {
+            bindings.push_back({index, written, const_cast<void*>(data), bytes});
+        };
+        uint32_t index = 0;
+        bind(index++, d.args.data(), d.args.size(), false);
+        for (const Binding& b : d.buffers) bind(index++, b.data, b.bytes, b.written);
+        index = metal::kBuffers;  // what a kernel reaches by address has no slot of its own
+        for (const Binding& b : d.reached) bind(index++, b.data, b.bytes, b.written);
+
+        Launch launch;
+        launch.kernel = kernel->second;
+        std::copy_n(d.groups, 3, launch.groups);
+        launch.threads[0] = d.threads;
+        launch.bindings = bindings.data();
+        launch.binding_count = static_cast<uint32_t>(bindings.size());
+        launch.threadgroup_bytes = d.threadgroup.data();
+        launch.threadgroup_count = static_cast<uint32_t>(d.threadgroup.size());
+        const std::unique_ptr<metal::Result, decltype(library_->release)> result(library_->dispatch(&launch),
+                                                                                 library_->release);
+        if (result->finding_count) throw DeviceError(d.kernel + ": " + result->findings[0].message);
+        if (library_->instrumented) check_stage(d.kernel, bindings, *result);
+    }
+
+    void barrier() override {
+        if (barriers_++ != dropped_) stage_.clear();
+    }
+    void finish() override { stage_.clear(); }
+    void drop_barrier(int64_t number) override { dropped_ = number < 0 ? -1 : barriers_ + number; }
+
+   private:
+    // Bytes that a dispatch of the present stage touched.
+    struct Touched {
+        const std::byte *begin, *end;
+        bool written;
+        std::string kernel;
+    };
+
+    // Dispatches of one stage may run side by side, so none may touch what another writes.
+    void check_stage(const std::string& kernel, const std::vector<metal::Binding>& bindings,
+                     const metal::Result& result) {
+        const size_t earlier = stage_.size();
+        for (uint32_t i = 0; i < result.range_count; ++i) {
+            const metal::Range& range = result.ranges[i];
+            const auto binding = std::find_if(bindings.begin(), bindings.end(), [&](const metal::Binding& b) {
+                return b.index == range.buffer;
+            });
+            const auto* data = static_cast<const std::byte*>(binding->data);
+            const Touched now{data + range.begin, data + range.end, range.written != 0, kernel};
+            for (size_t j = 0; j < earlier; ++j) {
+                const Touched& before = stage_[j];
+                if ((now.written || before.written) && now.begin < before.end && before.begin < now.end)
+                    throw DeviceError(format("%s %s what %s %s, and there is no barrier between them",
+                                             kernel.c_str(), now.written ? "writes" : "reads",
+                                             before.kernel.c_str(), before.written ? "wrote" : "read"));
+            }
+            stage_.push_back(now);
+        }
+    }
+
+    std::vector<Touched> stage_;
+    int64_t barriers_ = 0, dropped_ = -1;
+    std::unique_ptr<void, int (*)(void*)> handle_;
+    const Library* library_ = nullptr;
+    std::map<std::string, uint32_t> kernels_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_simulator(const std::string& file) {
+    return std::make_unique<Simulator>(file);
+}
+
+}  // namespace lily

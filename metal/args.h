@@ -1,0 +1,79 @@
+// The arguments of every kernel: included by the kernels and by csrc/gpu/ops.cpp, so that both sides see one
+// layout. All fields are 32 bits wide.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace lily {
+namespace args {
+
+#ifndef __METAL_VERSION__
+using uint = uint32_t;
+#endif
+
+// How numbers are stored.
+enum Type { kBf16 = 0, kF16 = 1, kF32 = 2 };
+
+// A matrix: rows of `columns` numbers, in `bits` (4 or 8, affine in groups of 64) or, when bits is 0, as
+// plain numbers.
+struct Matrix {
+    uint rows;
+    uint columns;
+    uint bits;
+    uint type;  // of scales and biases, or of the numbers themselves
+};
+
+struct Embed {
+    Matrix embedding;
+};
+
+// A row of the residual stream, normed, times up to four matrices.
+struct NormProject {
+    Matrix matrix[4];
+    float epsilon;
+};
+
+struct MoeRoute {
+    Matrix router, shared_expert_gate, shared_gate, shared_up;
+    float epsilon;
+};
+
+struct MixOut {
+    Matrix out;
+    uint y_stride;  // floats between rows of y
+    uint head_dim;  // gdn_out: of the heads that are normed
+    float epsilon;
+};
+
+struct MoeUp {
+    Matrix gate, up;  // of one expert
+    uint experts, experts_per_token;
+};
+
+struct MoeDown {
+    Matrix down, shared_down;  // down: of one expert
+    uint experts_per_token;
+};
+
+struct GdnMix {
+    uint tokens;
+    uint key_heads, value_heads, key_dim, value_dim, taps;
+    uint y_stride;
+};
+
+struct Attention {
+    uint tokens;
+    uint position;  // of the first token
+    uint heads, kv_heads, head_dim, rotary_dim;
+    float epsilon;
+    uint kv_type;
+    uint plane;   // bytes of one layer's keys, or values, in a page
+    uint layer;   // among the attention layers
+    uint spans;   // results kept for each row and head
+    uint y_stride;
+};
+
+}  // namespace args
+}  // namespace lily

@@ -1,0 +1,191 @@
+// The steps that multiply one row at a time: every projection of a decode step, with its norm, gate,
+// activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory; a
+// SIMD-group takes four outputs at a time. The grid is (blocks of outputs, rows of the batch).
+#include "norm.h"
+#include "quant.h"
+
+using namespace lily;
+
+namespace {
+
+constant constexpr ushort kMaxSimds = 32;
+
+// Writes outputs of the block-th four rows of one matrix.
+METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup const float* h, ushort lane,
+                           device float* out) {
+    const uint row = block * kRowsOfSimd;
+    const uint rows = min(uint(kRowsOfSimd), m.rows - row);
+    float y[kRowsOfSimd];
+    row_dots(w, m, row, rows, h, lane, y);
+    for (ushort r = 0; r < kRowsOfSimd; ++r)
+        if (lane == r && r < rows) out[row + r] = y[r];
+}
+
+METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
+
+}  // namespace
+
+// gdn_in: h = norm(x); qkv, z, b, a = W h.
+[[kernel]] void gdn_in(constant args::NormProject& p       [[buffer(0)]],
+                       device const float* x               [[buffer(1)]],   // (T, D)
+                       device const float* norm            [[buffer(2)]],   // (D)
+                       device const uchar* qkv_weight      [[buffer(3)]],   // (channels, D) as stored
+                       device const uchar* qkv_scales      [[buffer(4)]],
+                       device const uchar* qkv_biases      [[buffer(5)]],
+                       device const uchar* z_weight        [[buffer(6)]],   // (Hv Dv, D)
+                       device const uchar* z_scales        [[buffer(7)]],
+                       device const uchar* z_biases        [[buffer(8)]],
+                       device const uchar* b_weight        [[buffer(9)]],   // (Hv, D)
+                       device const uchar* b_scales        [[buffer(10)]],
+                       device const uchar* b_biases        [[buffer(11)]],
+                       device const uchar* a_weight        [[buffer(12)]],  // (Hv, D)
+                       device const uchar* a_scales        [[buffer(13)]],
+                       device const uchar* a_biases        [[buffer(14)]],
+                       device float* qkv                   [[buffer(15)]],  // (T, channels)
+                       device float* z                     [[buffer(16)]],  // (T, Hv Dv)
+                       device float* b                     [[buffer(17)]],  // (T, Hv)
+                       device float* a                     [[buffer(18)]],  // (T, Hv)
+                       threadgroup float* h                [[threadgroup(0)]],  // (D)
+                       uint2 group                         [[threadgroup_position_in_grid]],
+                       uint thread_index                   [[thread_index_in_threadgroup]],
+                       ushort simd                         [[simdgroup_index_in_threadgroup]],
+                       ushort simds                        [[simdgroups_per_threadgroup]],
+                       ushort lane                         [[thread_index_in_simdgroup]]) {
+    threadgroup float partial[kMaxSimds];
+    const uint t = group.y, D = p.matrix[0].columns;
+    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+
+    uint block = group.x * simds + simd;
+    const Weights w[4] = {{qkv_weight, qkv_scales, qkv_biases},
+                          {z_weight, z_scales, z_biases},
+                          {b_weight, b_scales, b_biases},
+                          {a_weight, a_scales, a_biases}};
+    device float* const out[4] = {qkv, z, b, a};
+    for (ushort i = 0; i < 4; ++i) {
+        const args::Matrix m = p.matrix[i];
+        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
+        block -= blocks_of(m);
+    }
+}
+
+// attn_in: h = norm(x); qg, k, v = W h.
+[[kernel]] void attn_in(constant args::NormProject& p       [[buffer(0)]],
+                        device const float* x               [[buffer(1)]],  // (T, D)
+                        device const float* norm            [[buffer(2)]],  // (D)
+                        device const uchar* q_weight        [[buffer(3)]],  // (H 2 Dh, D) as stored
+                        device const uchar* q_scales        [[buffer(4)]],
+                        device const uchar* q_biases        [[buffer(5)]],
+                        device const uchar* k_weight        [[buffer(6)]],  // (G Dh, D)
+                        device const uchar* k_scales        [[buffer(7)]],
+                        device const uchar* k_biases        [[buffer(8)]],
+                        device const uchar* v_weight        [[buffer(9)]],  // (G Dh, D)
+                        device const uchar* v_scales        [[buffer(10)]],
+                        device const uchar* v_biases        [[buffer(11)]],
+                        device float* qg                    [[buffer(12)]],  // (T, H 2 Dh)
+                        device float* k                     [[buffer(13)]],  // (T, G Dh)
+                        device float* v                     [[buffer(14)]],  // (T, G Dh)
+                        threadgroup float* h                [[threadgroup(0)]],  // (D)
+                        uint2 group                         [[threadgroup_position_in_grid]],
+                        uint thread_index                   [[thread_index_in_threadgroup]],
+                        ushort simd                         [[simdgroup_index_in_threadgroup]],
+                        ushort simds                        [[simdgroups_per_threadgroup]],
+                        ushort lane                         [[thread_index_in_simdgroup]]) {
+    threadgroup float partial[kMaxSimds];
+    const uint t = group.y, D = p.matrix[0].columns;
+    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+
+    uint block = group.x * simds + simd;
+    const Weights w[3] = {
+        {q_weight, q_scales, q_biases}, {k_weight, k_scales, k_biases}, {v_weight, v_scales, v_biases}};
+    device float* const out[3] = {qg, k, v};
+    for (ushort i = 0; i < 3; ++i) {
+        const args::Matrix m = p.matrix[i];
+        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
+        block -= blocks_of(m);
+    }
+}
+
+// head: logits = W norm(x).
+[[kernel]] void head(constant args::NormProject& p       [[buffer(0)]],
+                     device const float* x               [[buffer(1)]],  // (rows, D)
+                     device const float* norm            [[buffer(2)]],  // (D)
+                     device const uchar* weight          [[buffer(3)]],  // (V, D) as stored
+                     device const uchar* scales          [[buffer(4)]],
+                     device const uchar* biases          [[buffer(5)]],
+                     device float* logits                [[buffer(6)]],  // (rows, V)
+                     threadgroup float* h                [[threadgroup(0)]],  // (D)
+                     uint2 group                         [[threadgroup_position_in_grid]],
+                     uint thread_index                   [[thread_index_in_threadgroup]],
+                     ushort simd                         [[simdgroup_index_in_threadgroup]],
+                     ushort simds                        [[simdgroups_per_threadgroup]],
+                     ushort lane                         [[thread_index_in_simdgroup]]) {
+    threadgroup float partial[kMaxSimds];
+    const args::Matrix m = p.matrix[0];
+    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds,
+             lane);
+    const Weights w = {weight, scales, biases};
+    const uint block = group.x * simds + simd;
+    if (block < blocks_of(m)) write_rows(w, m, block, h, lane, logits + group.y * m.rows);
+}
+
+// gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
+[[kernel]] void gdn_out(constant args::MixOut& p           [[buffer(0)]],
+                        device const float* y              [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
+                        device const float* z              [[buffer(2)]],  // (T, Hv Dv)
+                        device const float* norm           [[buffer(3)]],  // (Dv)
+                        device const uchar* weight         [[buffer(4)]],  // (D, Hv Dv) as stored
+                        device const uchar* scales         [[buffer(5)]],
+                        device const uchar* biases         [[buffer(6)]],
+                        device float* x                    [[buffer(7)]],  // (T, D)
+                        threadgroup float* h               [[threadgroup(0)]],  // (Hv Dv)
+                        uint2 group                        [[threadgroup_position_in_grid]],
+                        ushort simd                        [[simdgroup_index_in_threadgroup]],
+                        ushort simds                       [[simdgroups_per_threadgroup]],
+                        ushort lane                        [[thread_index_in_simdgroup]]) {
+    const uint t = group.y, width = p.out.columns, Dv = p.head_dim;
+    y += t * p.y_stride;
+    z += t * width;
+    for (uint head = simd * Dv; head < width; head += simds * Dv) {  // a SIMD-group takes a head
+        float squares = 0;
+        for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
+        const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
+        for (uint i = lane; i < Dv; i += kSimd) h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const Weights w = {weight, scales, biases};
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    if (row >= p.out.rows) return;
+    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
+    float sums[kRowsOfSimd];
+    row_dots(w, p.out, row, rows, h, lane, sums);
+    for (ushort r = 0; r < kRowsOfSimd; ++r)
+        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+}
+
+// attn_out: x += W y.
+[[kernel]] void attn_out(constant args::MixOut& p           [[buffer(0)]],
+                         device const float* y              [[buffer(1)]],  // (T, y_stride), H Dh of them used
+                         device const uchar* weight         [[buffer(2)]],  // (D, H Dh) as stored
+                         device const uchar* scales         [[buffer(3)]],
+                         device const uchar* biases         [[buffer(4)]],
+                         device float* x                    [[buffer(5)]],  // (T, D)
+                         threadgroup float* h               [[threadgroup(0)]],  // (H Dh)
+                         uint2 group                        [[threadgroup_position_in_grid]],
+                         uint thread_index                  [[thread_index_in_threadgroup]],
+                         ushort simd                        [[simdgroup_index_in_threadgroup]],
+                         ushort simds                       [[simdgroups_per_threadgroup]],
+                         ushort lane                        [[thread_index_in_simdgroup]]) {
+    const uint t = group.y;
+    for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd) h[i] = y[t * p.y_stride + i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const Weights w = {weight, scales, biases};
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    if (row >= p.out.rows) return;
+    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
+    float sums[kRowsOfSimd];
+    row_dots(w, p.out, row, rows, h, lane, sums);
+    for (ushort r = 0; r < kRowsOfSimd; ++r)
+        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+}

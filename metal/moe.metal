@@ -1,0 +1,193 @@
+// The sparse mixture of experts, one row at a time.
+#include "norm.h"
+#include "quant.h"
+
+using namespace lily;
+
+namespace {
+
+constant constexpr ushort kMaxSimds = 32;
+constant constexpr ushort kMaxChosen = 32;  // experts of a token
+
+// out[row + r] = silu(Gate[row + r] . h) (Up[row + r] . h) for up to four rows; `first` offsets the rows in
+// the matrices.
+METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, args::Matrix up_shape, uint first, uint row,
+                             uint rows, threadgroup const float* h, ushort lane, device float* out) {
+    float g[kRowsOfSimd], u[kRowsOfSimd];
+    row_dots(gate, gate_shape, first + row, rows, h, lane, g);
+    row_dots(up, up_shape, first + row, rows, h, lane, u);
+    for (ushort r = 0; r < kRowsOfSimd; ++r)
+        if (lane == r && r < rows) out[row + r] = silu(g[r]) * u[r];
+}
+
+// The K largest of E logits, best first, ties to the lower id, by one SIMD-group. logits are overwritten.
+METAL_FUNC void choose(threadgroup float* logits, uint E, uint K, ushort lane, threadgroup uint* expert,
+                       threadgroup float* weight) {
+    float best = 0, total = 0;
+    for (uint k = 0; k < K; ++k) {
+        float value = -INFINITY;
+        uint id = E;
+        for (uint e = lane; e < E; e += kSimd)
+            if (logits[e] > value) {
+                value = logits[e];
+                id = e;
+            }
+        const float largest = simd_max(value);
+        const uint chosen = simd_min(value == largest ? id : E);
+        if (k == 0) best = largest;
+        const float share = precise::exp(largest - best);
+        total += share;
+        simdgroup_barrier(mem_flags::mem_threadgroup);  // all have read before one writes
+        if (lane == 0) {
+            expert[k] = chosen;
+            weight[k] = share;
+            logits[chosen] = -INFINITY;
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    for (uint k = lane; k < K; k += kSimd) weight[k] /= total;
+}
+
+}  // namespace
+
+// moe_route: h = norm(x); router logits, the shared expert's gate, and its hidden row after SwiGLU.
+[[kernel]] void moe_route(constant args::MoeRoute& p         [[buffer(0)]],
+                          device const float* x              [[buffer(1)]],   // (T, D)
+                          device const float* norm           [[buffer(2)]],   // (D)
+                          device const uchar* router_weight  [[buffer(3)]],   // (E, D) as stored
+                          device const uchar* router_scales  [[buffer(4)]],
+                          device const uchar* router_biases  [[buffer(5)]],
+                          device const uchar* open_weight    [[buffer(6)]],   // (1, D): the shared expert's gate
+                          device const uchar* open_scales    [[buffer(7)]],
+                          device const uchar* open_biases    [[buffer(8)]],
+                          device const uchar* gate_weight    [[buffer(9)]],   // (Fs, D)
+                          device const uchar* gate_scales    [[buffer(10)]],
+                          device const uchar* gate_biases    [[buffer(11)]],
+                          device const uchar* up_weight      [[buffer(12)]],  // (Fs, D)
+                          device const uchar* up_scales      [[buffer(13)]],
+                          device const uchar* up_biases      [[buffer(14)]],
+                          device float* h_out                [[buffer(15)]],  // (T, D)
+                          device float* router               [[buffer(16)]],  // (T, E)
+                          device float* shared_gate          [[buffer(17)]],  // (T)
+                          device float* shared               [[buffer(18)]],  // (T, Fs)
+                          threadgroup float* h               [[threadgroup(0)]],  // (D)
+                          uint2 group                        [[threadgroup_position_in_grid]],
+                          uint thread_index                  [[thread_index_in_threadgroup]],
+                          ushort simd                        [[simdgroup_index_in_threadgroup]],
+                          ushort simds                       [[simdgroups_per_threadgroup]],
+                          ushort lane                        [[thread_index_in_simdgroup]]) {
+    threadgroup float partial[kMaxSimds];
+    const uint t = group.y, D = p.router.columns, threads = uint(simds) * kSimd;
+    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, threads, simd, simds, lane);
+    if (group.x == 0)
+        for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[i];
+
+    const uint E = p.router.rows, Fs = p.shared_gate.rows;
+    const uint router_blocks = (E + kRowsOfSimd - 1) / kRowsOfSimd;
+    const uint block = group.x * simds + simd;
+    float y[kRowsOfSimd];
+    if (block < router_blocks) {
+        const uint row = block * kRowsOfSimd, rows = min(uint(kRowsOfSimd), E - row);
+        const Weights w = {router_weight, router_scales, router_biases};
+        row_dots(w, p.router, row, rows, h, lane, y);
+        for (ushort r = 0; r < kRowsOfSimd; ++r)
+            if (lane == r && r < rows) router[t * E + row + r] = y[r];
+    } else if (block == router_blocks) {
+        const Weights w = {open_weight, open_scales, open_biases};
+        row_dots(w, p.shared_expert_gate, 0, 1, h, lane, y);
+        if (lane == 0) shared_gate[t] = y[0];
+    } else {
+        const uint row = (block - router_blocks - 1) * kRowsOfSimd;
+        if (row >= Fs) return;
+        const Weights gate = {gate_weight, gate_scales, gate_biases}, up = {up_weight, up_scales, up_biases};
+        write_swiglu(gate, p.shared_gate, up, p.shared_up, 0, row, min(uint(kRowsOfSimd), Fs - row), h, lane,
+                     shared + t * Fs);
+    }
+}
+
+// moe_up: chooses K experts, then hidden = silu(Gate h) (Up h) of each. Every threadgroup chooses for itself,
+// which costs less than a stage of its own; the first one writes the choice down.
+[[kernel]] void moe_up(constant args::MoeUp& p             [[buffer(0)]],
+                       device const float* h_in            [[buffer(1)]],  // (T, D)
+                       device const float* router          [[buffer(2)]],  // (T, E)
+                       device const uchar* gate_weight     [[buffer(3)]],  // (E F, D) as stored
+                       device const uchar* gate_scales     [[buffer(4)]],
+                       device const uchar* gate_biases     [[buffer(5)]],
+                       device const uchar* up_weight       [[buffer(6)]],  // (E F, D)
+                       device const uchar* up_scales       [[buffer(7)]],
+                       device const uchar* up_biases       [[buffer(8)]],
+                       device int* expert_out              [[buffer(9)]],   // (T, K)
+                       device float* weight_out            [[buffer(10)]],  // (T, K)
+                       device float* hidden                [[buffer(11)]],  // (T, K, F)
+                       threadgroup float* h                [[threadgroup(0)]],  // (D)
+                       threadgroup float* logits           [[threadgroup(1)]],  // (E)
+                       uint2 group                         [[threadgroup_position_in_grid]],
+                       uint thread_index                   [[thread_index_in_threadgroup]],
+                       ushort simd                         [[simdgroup_index_in_threadgroup]],
+                       ushort simds                        [[simdgroups_per_threadgroup]],
+                       ushort lane                         [[thread_index_in_simdgroup]]) {
+    threadgroup uint expert[kMaxChosen];
+    threadgroup float weight[kMaxChosen];
+    const uint t = group.y, D = p.gate.columns, F = p.gate.rows, E = p.experts, K = p.experts_per_token;
+    const uint threads = uint(simds) * kSimd;
+    for (uint i = thread_index; i < D; i += threads) h[i] = h_in[t * D + i];
+    for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simd == 0) choose(logits, E, K, lane, expert, weight);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (group.x == 0 && thread_index < K) {
+        expert_out[t * K + thread_index] = int(expert[thread_index]);
+        weight_out[t * K + thread_index] = weight[thread_index];
+    }
+
+    const uint blocks = (F + kRowsOfSimd - 1) / kRowsOfSimd;  // of one expert
+    const uint block = group.x * simds + simd;
+    const uint k = block / blocks;
+    if (k >= K) return;
+    const uint row = block % blocks * kRowsOfSimd;
+    const Weights gate = {gate_weight, gate_scales, gate_biases}, up = {up_weight, up_scales, up_biases};
+    write_swiglu(gate, p.gate, up, p.up, expert[k] * F, row, min(uint(kRowsOfSimd), F - row), h, lane,
+                 hidden + (t * K + k) * F);
+}
+
+// moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared.
+[[kernel]] void moe_down(constant args::MoeDown& p          [[buffer(0)]],
+                         device const int* expert           [[buffer(1)]],  // (T, K)
+                         device const float* weight         [[buffer(2)]],  // (T, K)
+                         device const float* hidden         [[buffer(3)]],  // (T, K, F)
+                         device const float* shared_gate    [[buffer(4)]],  // (T)
+                         device const float* shared         [[buffer(5)]],  // (T, Fs)
+                         device const uchar* down_weight    [[buffer(6)]],  // (E D, F) as stored
+                         device const uchar* down_scales    [[buffer(7)]],
+                         device const uchar* down_biases    [[buffer(8)]],
+                         device const uchar* shared_weight  [[buffer(9)]],  // (D, Fs)
+                         device const uchar* shared_scales  [[buffer(10)]],
+                         device const uchar* shared_biases  [[buffer(11)]],
+                         device float* x                    [[buffer(12)]],  // (T, D)
+                         threadgroup float* h               [[threadgroup(0)]],  // (K F + Fs)
+                         uint2 group                        [[threadgroup_position_in_grid]],
+                         uint thread_index                  [[thread_index_in_threadgroup]],
+                         ushort simd                        [[simdgroup_index_in_threadgroup]],
+                         ushort simds                       [[simdgroups_per_threadgroup]],
+                         ushort lane                        [[thread_index_in_simdgroup]]) {
+    const uint t = group.y, D = p.down.rows, F = p.down.columns, Fs = p.shared_down.columns, K = p.experts_per_token;
+    const uint threads = uint(simds) * kSimd;
+    for (uint i = thread_index; i < K * F; i += threads) h[i] = hidden[t * K * F + i];
+    for (uint i = thread_index; i < Fs; i += threads) h[K * F + i] = shared[t * Fs + i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    if (row >= D) return;
+    const uint rows = min(uint(kRowsOfSimd), D - row);
+    float total[kRowsOfSimd];
+    for (ushort r = 0; r < kRowsOfSimd; ++r) total[r] = 0;
+    const Weights down = {down_weight, down_scales, down_biases};
+    for (uint k = 0; k < K; ++k)
+        row_shares(down, p.down, uint(expert[t * K + k]) * D + row, rows, h + k * F, lane, weight[t * K + k], total);
+    const Weights shared_down = {shared_weight, shared_scales, shared_biases};
+    row_shares(shared_down, p.shared_down, row, rows, h + K * F, lane, sigmoid(shared_gate[t]), total);
+    for (ushort r = 0; r < kRowsOfSimd; ++r) {
+        const float sum = simd_sum(total[r]);
+        if (lane == r && r < rows) x[t * D + row + r] += sum;
+    }
+}

@@ -1,0 +1,36 @@
+// What kernels do to a row before they multiply it, and the functions that several of them share.
+#pragma once
+
+#include <metal_stdlib>
+
+namespace lily {
+
+using namespace metal;
+
+METAL_FUNC float sigmoid(float x) { return 1.0f / (1.0f + precise::exp(-x)); }
+
+METAL_FUNC float silu(float x) { return x * sigmoid(x); }
+
+// The sum of a value over a threadgroup; partial holds one float a SIMD-group. Every thread gets the sum.
+METAL_FUNC float group_sum(float value, threadgroup float* partial, ushort simd, ushort simds, ushort lane) {
+    const float mine = simd_sum(value);
+    if (lane == 0) partial[simd] = mine;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float sum = 0;
+    for (ushort i = 0; i < simds; ++i) sum += partial[i];
+    return sum;
+}
+
+// h = x / rms(x) * weight, a row of n values, into threadgroup memory, by a whole threadgroup. Ends with a
+// barrier.
+METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon, threadgroup float* h,
+                         threadgroup float* partial, uint thread_index, uint threads, ushort simd, ushort simds,
+                         ushort lane) {
+    float squares = 0;
+    for (uint i = thread_index; i < n; i += threads) squares += x[i] * x[i];
+    const float scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(n) + epsilon);
+    for (uint i = thread_index; i < n; i += threads) h[i] = x[i] * scale * weight[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+}  // namespace lily

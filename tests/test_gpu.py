@@ -1,0 +1,175 @@
+"""The GPU kernels end to end in the simulator, and what holds their dispatches together: declarations and barriers."""
+
+import json
+
+import numpy as np
+import pytest
+
+import rungs
+from lily import _core, errors, reference
+from support import CHECKPOINTS, compare, kernels
+
+GREEDY = _core.Sampling(temperature=0)
+PROMPT = np.random.default_rng(2).integers(0, 640, 21).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def metal():
+    rungs.climb("metal")
+
+
+def make_session(checkpoint, instrumented=False, **options):
+    options = {"device": "sim", "kernels": kernels(instrumented)} | options
+    return _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), options)
+
+
+def greedy(session, prompt, count):
+    state = session.new_state()
+    session.extend(state, prompt)
+    history = _core.History()
+    tokens = [session.sample(state, GREEDY)]
+    while len(tokens) < count:
+        tokens.append(session.step(state, tokens[-1], GREEDY, history))
+    return tokens
+
+
+def test_the_demo_tells_the_same_story():
+    weights = _core.Weights(str(CHECKPOINTS["demo"]))
+    prompt = np.arange(300, 312, dtype=np.int32)
+    told = greedy(make_session("demo"), prompt, 64)
+    assert told == greedy(_core.Session(weights, {}), prompt, 64)
+    assert len(set(told)) > 16
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_logits_and_states_are_the_references(preset):
+    session = make_session(preset, kv="f32")
+    state = session.new_state()
+    tokens = PROMPT % session_vocab(preset)
+    logits = session.logits(state, tokens)
+    wanted, states = reference.Model(CHECKPOINTS[preset]).forward(tokens)
+    compare("logits", logits, wanted, 2e-5)
+    for layer, parts in enumerate(states):
+        for part, got in enumerate(session.layer_state(state, layer)):
+            compare(f"layer {layer} part {part}", got, parts[part], 2e-5)
+
+
+def session_vocab(preset):
+    return reference.read_config(CHECKPOINTS[preset]).vocab
+
+
+@pytest.mark.parametrize("cuts", [[1], [7, 8, 20], list(range(1, 21))])
+def test_any_chunking_gives_the_same_bits(cuts):
+    session = make_session("tiny")
+    one, other = session.new_state(), session.new_state()
+    wanted = session.logits(one, PROMPT)
+    got = np.concatenate([session.logits(other, part) for part in np.split(PROMPT, cuts)])
+    assert np.array_equal(got, wanted)
+    for layer in range(4):
+        for a, b in zip(session.layer_state(one, layer), session.layer_state(other, layer), strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_a_row_does_not_see_its_neighbours_in_a_batch():
+    session = make_session("tiny")
+    alone, together, fresh, rows = [], [], [], []
+    for i, length in enumerate((1, 5, 1)):
+        state = session.new_state()
+        session.extend(state, PROMPT[: 4 * i + 1])
+        alone.append(state)
+        together.append(session.fork(state))
+        fresh.append(PROMPT[-length:])
+        session._run("forward", 0, [(state, fresh[-1])])
+        rows.append(session._get("x", length))
+    session._run("forward", 0, list(zip(together, fresh, strict=True)))
+    assert np.array_equal(session._get("x", 7), np.concatenate(rows))
+
+
+def test_a_fork_and_its_origin_go_their_own_ways():
+    session = make_session("tiny")
+    base = session.new_state()
+    session.extend(base, PROMPT[:10])
+    fork = session.fork(base)
+    session.extend(fork, PROMPT[10:13])
+    session.extend(base, PROMPT[10:])
+    straight = session.new_state()
+    session.extend(straight, PROMPT)
+    assert np.array_equal(session.last_logits(base), session.last_logits(straight))
+    assert (base.length, fork.length) == (21, 13)
+
+
+def test_scratch_does_not_grow_with_the_context():
+    session = make_session("tiny")
+    before = session.scratch_bytes
+    session.extend(session.new_state(), np.tile(PROMPT, 30))
+    assert session.scratch_bytes == before
+
+
+# Declarations and barriers, by an instrumented library that sees every access.
+
+
+def test_no_dispatch_touches_what_it_does_not_declare():
+    session = make_session("tiny", instrumented=True)
+    state = session.new_state()
+    session.extend(state, PROMPT[:3])
+    session.step(state, 5, GREEDY, _core.History())
+
+
+def barriers_of_a_step(session, state):
+    """Count the barriers of one decode step: the stages of a dry run, less one."""
+    folder = CHECKPOINTS["tiny"]
+    return _core.record_decode(folder, state.length, session.options)[-1][1]
+
+
+def test_every_barrier_is_missed():
+    """Without any one barrier of a decode step, two dispatches touch the same bytes side by side."""
+    session = make_session("tiny", instrumented=True)
+    base = session.new_state()
+    session.extend(base, PROMPT[:2])
+    count = barriers_of_a_step(session, base)
+    assert count > 20
+    for number in range(count):
+        state = session.fork(base)
+        session._finish()
+        session._drop_barrier(number)
+        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
+            session.step(state, 5, GREEDY, _core.History())
+        session._drop_barrier(-1)
+        session._finish()
+
+
+# Recorded dry, at the 35B's shape.
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    modules = [
+        f"language_model.model.layers.{i}.mlp.{m}" for i in range(40) for m in ("gate", "shared_expert_gate")
+    ]
+    exceptions = {module: {"group_size": 64, "bits": 8} for module in modules}
+    config = {"model_type": "qwen3_5_moe", "quantization": {"group_size": 64, "bits": 4} | exceptions}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("position", [255, 4095, 32767, 131071])
+def test_a_decode_step_of_the_35b_has_few_stages(published, position):
+    """30 x 6 for Gated DeltaNet, 10 x 8 for attention, the embedding's row and the head."""
+    dispatches = _core.record_decode(published, position, {})
+    assert dispatches[-1][1] + 1 <= 262
+    assert dispatches[-1][0] == "head"
+
+
+def test_positions_outside_the_context_are_refused(published):
+    with pytest.raises(ValueError, match="position: wanted 0 to 262143, got 262144"):
+        _core.record_decode(published, 262144, {})
+
+
+def test_a_library_that_is_none_is_named(tmp_path):
+    weights = _core.Weights(str(CHECKPOINTS["tiny"]))
+    for file in (tmp_path / "absent.so", CHECKPOINTS["tiny"] / "config.json"):
+        with pytest.raises(
+            errors.DeviceError, match="option kernels: wanted a library made by `make kernels`"
+        ):
+            _core.Session(weights, {"device": "sim", "kernels": str(file)})
