@@ -531,7 +531,9 @@ void bind_session(nb::module_& m) {
         },
         "directory"_a, "position"_a, "options"_a,
         "The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes "
-        "bound.");
+        "bound.",
+        nb::sig("def record_decode(directory: str | os.PathLike[str], position: int, "
+                "options: collections.abc.Mapping[str, str]) -> list[tuple[str, int, int, int, int]]"));
     m.def(
         "option_list",
         [] {

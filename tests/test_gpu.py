@@ -1,4 +1,4 @@
-"""The GPU kernels end to end in the simulator, and what holds their dispatches together: declarations and barriers."""
+"""The GPU kernels end to end in the simulator, and what holds their dispatches together."""
 
 import json
 
