@@ -34,19 +34,19 @@ def _compiled(translation: Translation, source: Path, define: list[str]) -> list
     judged = [*command, *clang.WARNINGS, "-fsyntax-only", "-ferror-limit=0", "-Xclang", "-ast-dump", "-fno-color-diagnostics"]
     coded = [*command, "-w", "-O0", "-S", "-emit-llvm", "-o", "-"]
     with (
-        subprocess.Popen([*coded, source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as code,
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen([*judged, source], stdout=subprocess.PIPE, stderr=said, text=True) as tree,
     ):
         assert tree.stdout
-        assert code.stdout
         linted = lint.Tree().read(tree.stdout)
-        llvm = code.stdout.read()
         tree.wait()
         said.seek(0)
         problems = translation.problems + diagnostics(said.read(), translation.file)
     if not any(problem.is_error for problem in problems):
-        problems += linted + lint.threadgroup_memory(llvm, translation.kernels, str(translation.file))
+        problems += linted
+        if "msl_threadgroup_memory(" in translation.text:
+            code = clang.run([*coded, source]).stdout
+            problems += lint.threadgroup_memory(code, translation.kernels, str(translation.file))
     return sorted(problems, key=lambda p: (p.file, p.line))
 
 

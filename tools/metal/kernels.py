@@ -311,6 +311,8 @@ def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
             message = f"{instance.name} is an instance of {instance.function}, which is no kernel here"
             source.problems.append(Problem(*instance.where, message))
             continue
+        if called.template and instance.template_arguments is None:
+            continue  # reported where it was found
         arguments = f"<{instance.template_arguments}>" if called.template else ""
         lines.append(f'# {instance.where[1]} "{instance.where[0]}"')
         lines.append(

@@ -6,7 +6,6 @@ namespace metal {
 template <class T>
 constant constexpr const bool msl_is_math = msl_is_float_v<T> && !is_same_v<msl_element<T>, bfloat>;
 #define MSL_MATH template <class T, class = enable_if_t<msl_is_math<T>>>
-#define MSL_VECTOR_MATH template <class T, class = enable_if_t<is_vector_v<T> && msl_is_math<T>>>
 #define MSL_ARITHMETIC template <class T, class = enable_if_t<is_arithmetic_v<msl_element<T>>>>
 #define MSL_INTEGER template <class T, class = enable_if_t<msl_is_integer_v<T>>>
 
@@ -74,16 +73,20 @@ MSL_FN float msl_fmax(float x, float y) { return x != x ? y : y != y ? x : x > y
 MSL_FN float msl_fdim(float x, float y) { return x > y ? x - y : 0.0f; }
 MSL_FN float msl_divide(float x, float y) { return x / y; }
 
-#define MSL_UNARY(NAME)                                             \
-    MSL_FN float NAME(float x) { return msl_##NAME(x); }            \
-    MSL_FN half NAME(half x) { return (half)msl_##NAME((float)x); } \
-    MSL_VECTOR_MATH MSL_FN T NAME(T x) {                            \
-        return msl_each(x, [](msl_element<T> v) { return msl_##NAME((float)v); }); \
+// Takes bfloat only to refuse it: its implicit conversion to float would choose one otherwise.
+#define MSL_OTHER_MATH template <class T, class = enable_if_t<msl_is_float_v<T> && (is_vector_v<T> || is_same_v<T, bfloat>)>>
+#define MSL_UNARY(NAME)                                                                               \
+    MSL_FN float NAME(float x) { return msl_##NAME(x); }                                              \
+    MSL_FN half NAME(half x) { return (half)msl_##NAME((float)x); }                                   \
+    MSL_OTHER_MATH MSL_FN T NAME(T x) {                                                               \
+        static_assert(msl_is_math<T>, #NAME " takes float and half: write " #NAME "(float(x))");      \
+        return msl_each(x, [](msl_element<T> v) { return msl_##NAME((float)v); });                    \
     }
-#define MSL_BINARY(NAME)                                                                     \
-    MSL_FN float NAME(float x, float y) { return msl_##NAME(x, y); }                         \
-    MSL_FN half NAME(half x, half y) { return (half)msl_##NAME((float)x, (float)y); }        \
-    MSL_VECTOR_MATH MSL_FN T NAME(T x, T y) {                                                \
+#define MSL_BINARY(NAME)                                                                                          \
+    MSL_FN float NAME(float x, float y) { return msl_##NAME(x, y); }                                              \
+    MSL_FN half NAME(half x, half y) { return (half)msl_##NAME((float)x, (float)y); }                             \
+    MSL_OTHER_MATH MSL_FN T NAME(T x, T y) {                                                                      \
+        static_assert(msl_is_math<T>, #NAME " takes float and half: write " #NAME "(float(x), float(y))");        \
         return msl_each(x, y, [](msl_element<T> a, msl_element<T> b) { return msl_##NAME((float)a, (float)b); }); \
     }
 MSL_FN float msl_powr(float x, float y) { return msl_pow(x, y); }

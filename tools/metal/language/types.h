@@ -299,7 +299,7 @@ MSL_FN constexpr To msl_static_cast(From from) {
 template <class To, class From>
 MSL_FN To as_type(From from) {
     static_assert(sizeof(To) == sizeof(From), "as_type needs two types of one size");
-    return __builtin_bit_cast(To, from);
+    if constexpr (sizeof(To) == sizeof(From)) return __builtin_bit_cast(To, from);
 }
 // {a, b} passed where a vector is wanted.
 template <class... A>

@@ -46,8 +46,9 @@ void Instruments::begin_dispatch() {
         const auto* argument = std::find_if(kernel.arguments, end, [&](const Argument& a) {
             return a.space != Space::kThreadgroup && a.index == binding.index;
         });
-        const bool known = argument != end;
-        counted_.push_back({&binding, known ? argument : nullptr, binding.writes && (binding.index >= kBuffers || (known && argument->writable)), {}});
+        const bool known = argument != end, reached = binding.index >= kBuffers;
+        const bool writable = binding.writes && (reached || (known && argument->writable));
+        counted_.push_back({&binding, known ? argument : nullptr, writable, {}});
         counted_.back().traffic.buffer = binding.index;
         if (binding.data && binding.bytes) order.push_back(i);
     }
