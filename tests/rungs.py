@@ -27,7 +27,10 @@ class Rung:
 RUNGS = {
     "git": Rung("records of the bench, which name a commit", ("git",), linux=False),
     "clang": Rung("the core built by clang, warnings as errors", ("clang++-22",)),
-    "metal": Rung("the GPU kernels, held to Metal's rules and run in a simulator", ("clang++-22",)),
+    "metal": Rung(
+        "the GPU kernels, held to Metal's rules and run in a simulator",
+        ("clang++-22", "llvm-objdump-22", "llvm-symbolizer-22"),
+    ),
     "arm64": Rung("the core built for arm64, under emulation", ("aarch64-linux-gnu-g++", "qemu-aarch64")),
 }
 

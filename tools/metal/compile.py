@@ -17,10 +17,11 @@ CACHE = Path(os.environ.get("METAL_CACHE", clang.HERE.parent.parent / "build" / 
 MAX_THREADS = 1024
 C_TYPES = {"uchar": "unsigned char", "ushort": "unsigned short", "uint": "unsigned", "ulong": "unsigned long", "half": "_Float16"}
 OPTIMISE = ["-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Xclang", "-ffloat16-excess-precision=none"]
-# clang's thread sanitizer calls a function at every access; ours, in runtime/instruments.cpp. Vector registers are
-# left unused, so that an access is one that the source asks for.
+# clang's thread sanitizer calls a function at every access; ours, in runtime/instruments.cpp. Accesses are neither
+# merged into vectors nor taken apart, so that they are those which the source asks for.
 INSTRUMENT = [
-    *("-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize", "-gline-tables-only"),
+    *("-fsanitize=thread", "-gline-tables-only"),
+    *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-disable-vector-combine"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-atomics=0"),
     *("-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=0"),
 ]

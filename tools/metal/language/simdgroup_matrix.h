@@ -112,7 +112,7 @@ MSL_FN simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value, MSL_SITE)
     }
 #define MSL_MATRIX_STORE(SPACE)                                                                                       \
     template <class T>                                                                                                \
-    MSL_FN void simdgroup_store(const thread simdgroup_matrix<T, 8, 8>& m, SPACE T* p, ulong stride = 8,              \
+    MSL_FN void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, SPACE T* p, ulong stride = 8,                     \
                                 ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {                     \
         p += origin.y * stride + origin.x;                                                                            \
         if (msl_my_turn(MSL_ANY(p), stride, site))                                                                    \
