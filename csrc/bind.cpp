@@ -11,6 +11,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <filesystem>
 #include <memory>
 
@@ -230,6 +231,19 @@ Options options_of(const std::map<std::string, std::string>& given) {
     return options;
 }
 
+// The same between layers, where a large model's chunk takes seconds: often enough for a person who waits, seldom
+// enough that taking the GIL, for which others may have to be waited for, costs nothing.
+Interrupt interrupt_of(const nb::object& callback) {
+    using Clock = std::chrono::steady_clock;
+    return [&callback, last = Clock::now()]() mutable {
+        if (Clock::now() - last < std::chrono::milliseconds(50)) return;
+        nb::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (!callback.is_none()) callback();
+        last = Clock::now();
+    };
+}
+
 // What Python holds as a Session: the core's, with the options it was made with.
 struct PySession {
     Options options;
@@ -385,7 +399,9 @@ void bind_sampling(nb::module_& m) {
 }
 
 #define LILY_ALLOWED "allowed: numpy.typing.NDArray[numpy.uint32] | None = None"
-#define LILY_PROGRESS "progress: collections.abc.Callable[[int, int], None] | None = None"
+#define LILY_CALLBACKS                                                    \
+    "progress: collections.abc.Callable[[int, int], None] | None = None, " \
+    "interrupt: collections.abc.Callable[[], None] | None = None"
 
 void bind_session(nb::module_& m) {
     nb::class_<State>(m, "State", "Everything one sequence leaves behind after its tokens.")
@@ -416,14 +432,17 @@ void bind_session(nb::module_& m) {
             "A copy that shares memory until one of the two is extended.")
         .def(
             "extend",
-            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
+               const nb::object& interrupt) {
                 const Progress report = progress_of(progress);
+                const Interrupt check = interrupt_of(interrupt);
                 nb::gil_scoped_release no_gil;
-                s.session->extend(state, span_of(tokens), report);
+                s.session->extend(state, span_of(tokens), report, check);
             },
-            "state"_a, "tokens"_a, "progress"_a = nb::none(),
-            "Take tokens in; the state then holds the last one's logits.",
-            nb::sig("def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_PROGRESS
+            "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
+            "Take tokens in; the state then holds the last one's logits. progress is called between chunks, "
+            "interrupt every 50 ms or so; what they raise ends the work.",
+            nb::sig("def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
                     ") -> None"))
         .def(
             "sample",
@@ -467,16 +486,18 @@ void bind_session(nb::module_& m) {
             "last token's logits as they are.")
         .def(
             "logits",
-            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress) {
+            [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
+               const nb::object& interrupt) {
                 const Progress report = progress_of(progress);
+                const Interrupt check = interrupt_of(interrupt);
                 FloatArray out = new_array({tokens.shape(0), static_cast<size_t>(s.weights->config.vocab)});
                 nb::gil_scoped_release no_gil;
-                s.session->logits(state, span_of(tokens), out.data(), report);
+                s.session->logits(state, span_of(tokens), out.data(), report, check);
                 return out;
             },
-            "state"_a, "tokens"_a, "progress"_a = nb::none(),
+            "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
             "Take tokens in; returns (T, V) float32, every row's logits.",
-            nb::sig("def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_PROGRESS
+            nb::sig("def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
                     ") -> numpy.typing.NDArray[numpy.float32]"))
         .def(
             "last_logits",

@@ -2,10 +2,11 @@
 
 namespace lily {
 
-void forward(const Weights& weights, Ops& ops, const Batch& batch) {
+void forward(const Weights& weights, Ops& ops, const Batch& batch, const Interrupt& interrupt) {
     ops.begin(batch);
     ops.embed(weights.embedding, batch);
     for (const LayerWeights& layer : weights.layers) {
+        if (interrupt) interrupt();
         if (layer.attention) {
             ops.attn_in(layer, batch);
             ops.attn_mix(layer, batch);

@@ -14,6 +14,28 @@ constexpr int kLogitRows = 32;
 
 }  // namespace
 
+// The right to use the device, waited for. A thread that has it and asks again would wait for itself: what an
+// interrupt runs between two layers can do that.
+class Session::Turn {
+   public:
+    explicit Turn(Session& session) : session_(session) {
+        LILY_CHECK(Error, session.owner_ != std::this_thread::get_id(),
+                   "the model is at work in this very thread: a signal handler or a callback that interrupts "
+                   "it cannot use it; let it return first");
+        session.mutex_.lock();
+        session.owner_ = std::this_thread::get_id();
+    }
+    ~Turn() {
+        session_.owner_ = std::thread::id();
+        session_.mutex_.unlock();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Session& session_;
+};
+
 Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv)
     : weights_(std::move(weights)),
       ops_(std::move(ops)),
@@ -25,7 +47,7 @@ State Session::new_state() const {
 }
 
 State Session::fork(const State& state) {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     return state;
 }
 
@@ -44,10 +66,26 @@ void Session::check(const State& state, std::span<const int32_t> tokens) const {
     }
 }
 
-// One chunk at a time under the lock, so that callers on other threads take turns between chunks.
+// Takes one chunk into one state, which is as it was if that is interrupted.
+void Session::pass(State& state, std::span<const int32_t> tokens, const Interrupt& interrupt) {
+    State before;
+    if (interrupt) before = state;  // shares its memory, so the pass writes to a copy
+    const auto length = static_cast<int>(tokens.size());
+    try {
+        state.prepare(length, *ops_);
+        state.set_logits(false);
+        const Segment segment{&state, 0, length, state.length()};
+        forward(*weights_, *ops_, Batch{tokens, {&segment, 1}, length}, interrupt);
+    } catch (...) {
+        if (interrupt) state = before;
+        throw;
+    }
+}
+
+// One chunk at a time, so that callers on other threads take turns between chunks.
 template <class AfterChunk>
 void Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
-                      AfterChunk after) {
+                      const Interrupt& interrupt, AfterChunk after) {
     check(state, tokens);
     const auto total = static_cast<int64_t>(tokens.size());
     for (int64_t done = 0; done < total;) {
@@ -56,14 +94,8 @@ void Session::take_in(State& state, std::span<const int32_t> tokens, const Progr
         const int64_t to_border = chunk_ - state.length() % chunk_;
         const auto length = static_cast<int>(std::min(to_border, total - done));
         {
-            const std::lock_guard lock(mutex_);
-            state.prepare(length, *ops_);
-            state.set_logits(false);
-            const Segment segment{&state, 0, length, state.length()};
-            const Batch batch{tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)),
-                              {&segment, 1},
-                              length};
-            forward(*weights_, *ops_, batch);
+            const Turn turn(*this);
+            pass(state, tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)), interrupt);
             after(done, length);
             if (done + length == total) {
                 ops_->head(*weights_, length - 1, 1, state.logits());
@@ -75,13 +107,15 @@ void Session::take_in(State& state, std::span<const int32_t> tokens, const Progr
     if (progress) progress(total, total);
 }
 
-void Session::extend(State& state, std::span<const int32_t> tokens, const Progress& progress) {
-    take_in(state, tokens, progress, [](int64_t, int) {});
+void Session::extend(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                     const Interrupt& interrupt) {
+    take_in(state, tokens, progress, interrupt, [](int64_t, int) {});
 }
 
-void Session::logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress) {
+void Session::logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress,
+                     const Interrupt& interrupt) {
     const int64_t vocab = weights_->config.vocab;
-    take_in(state, tokens, progress, [&](int64_t done, int length) {
+    take_in(state, tokens, progress, interrupt, [&](int64_t done, int length) {
         for (int row = 0; row < length; row += kLogitRows)
             ops_->head(*weights_, row, std::min(kLogitRows, length - row), out + (done + row) * vocab);
     });
@@ -96,7 +130,7 @@ std::span<const float> Session::logits_of(const State& state) const {
 int32_t Session::sample(State& state, const Sampling& sampling, const History& history,
                         std::span<const uint32_t> allowed) {
     const std::span<const float> logits = logits_of(state);
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     return ops_->sample(logits, sampling, {state.length(), history.counts(), allowed});
 }
 

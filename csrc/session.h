@@ -2,10 +2,12 @@
 // runs at a time.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <thread>
 
 #include "forward.h"
 #include "history.h"
@@ -27,8 +29,10 @@ class Session {
     State fork(const State& state);  // state.fork() that waits for a pass in progress
 
     // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's
-    // logits. If it throws, the state is as it was after the last whole chunk.
-    void extend(State& state, std::span<const int32_t> tokens, const Progress& progress);
+    // logits. If it throws, from between chunks or between a chunk's layers, the state is as it was after the
+    // last whole chunk.
+    void extend(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                const Interrupt& interrupt = nullptr);
 
     // Draws the token that follows the state's last token. Needs logits, so at least one token must have been
     // taken in. `allowed` as in Draw.
@@ -43,19 +47,25 @@ class Session {
     std::vector<TokenLogprob> logprobs(const State& state, int32_t token, int top) const;
 
     // Takes tokens in and writes every row's logits, (tokens, V) f32.
-    void logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress);
+    void logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress,
+                const Interrupt& interrupt = nullptr);
 
    private:
     std::span<const float> logits_of(const State& state) const;
     void check(const State& state, std::span<const int32_t> tokens) const;
     template <class AfterChunk>
-    void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress, AfterChunk after);
+    void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                 const Interrupt& interrupt, AfterChunk after);
+    void pass(State& state, std::span<const int32_t> tokens, const Interrupt& interrupt);
+
+    class Turn;
 
     std::shared_ptr<const Weights> weights_;
     std::unique_ptr<Ops> ops_;
     StateLayout layout_;
     int chunk_;
     std::mutex mutex_;
+    std::atomic<std::thread::id> owner_;  // of the turn in progress
 };
 
 }  // namespace lily

@@ -101,8 +101,10 @@ class Session:
     def fork(self, state: State) -> State:
         """A copy that shares memory until one of the two is extended."""
 
-    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None) -> None:
-        """Take tokens in; the state then holds the last one's logits."""
+    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None) -> None:
+        """
+        Take tokens in; the state then holds the last one's logits. progress is called between chunks, interrupt every 50 ms or so; what they raise ends the work.
+        """
 
     def sample(self, state: State, sampling: Sampling, history: History | None = None, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
         """
@@ -117,7 +119,7 @@ class Session:
         (token, logprob) of a token that could follow, then of the `top` likeliest: the log-softmax of the last token's logits as they are.
         """
 
-    def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None) -> numpy.typing.NDArray[numpy.float32]:
+    def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None) -> numpy.typing.NDArray[numpy.float32]:
         """Take tokens in; returns (T, V) float32, every row's logits."""
 
     def last_logits(self, state: State) -> NDArray[numpy.float32]:
