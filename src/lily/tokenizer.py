@@ -117,16 +117,10 @@ class Tokenizer:
             return text.encode()
         return b"".join([_BYTES.get(character) or character.encode() for character in text])
 
-    def guard(self, text: str, *, keep: Iterable[str] = ()) -> str:
-        """Return a message's text such that no marker can be found in it, for the chat template to render.
-
-        keep: markers to leave alone.
-        """
+    def guard(self, text: str) -> str:
+        """Return a message's text such that no marker can be found in it, for the chat template to render."""
         text = text.replace(_GUARD, _GUARD + _GUARD)
-        if not self._starts:
-            return text
-        kept = "|".join(re.escape(marker[1:]) for marker in keep)
-        return re.sub(f"([{self._starts}])" + (f"(?!{kept})" if kept else ""), rf"\1{_GUARD}", text)
+        return re.sub(f"([{self._starts}])", rf"\1{_GUARD}", text) if self._starts else text
 
     def encode_guarded(self, text: str) -> list[int]:
         """Return the token ids of a rendered template: its markers as tokens, guarded text as plain text."""
