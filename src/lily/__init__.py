@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lily.errors import ContextError, DeviceError, LilyError, ModelFilesError
 
 if TYPE_CHECKING:
+    from lily.asynchronous import AsyncStream
     from lily.completion import Chunk, Completion, Stream, Timings, Usage
     from lily.logprobs import TokenLogprob
     from lily.model import Model, ModelInfo
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEMO",
+    "AsyncStream",
     "Chunk",
     "Completion",
     "ContextError",
@@ -47,6 +49,7 @@ DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-ta
 """Folder of the embedded checkpoint (str). It tells little stories and does nothing else."""
 
 _MODULES = {
+    "AsyncStream": "asynchronous",
     "Chunk": "completion",
     "Completion": "completion",
     "Stream": "completion",

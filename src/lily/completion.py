@@ -3,10 +3,12 @@
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lily import _core
+from lily.answer import Reader
 from lily.logprobs import TokenLogprob, token_logprob
+from lily.progress import Report
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,11 +28,13 @@ class Usage:
     prompt_tokens: int, the whole prompt, a prefix's tokens among them.
     completion_tokens: int, the tokens of the answer; the end token is not one of them.
     cached_tokens: int, the part of the prompt that a prefix had already taken in.
+    reasoning_tokens: int, the part of the answer that its thoughts took, with their tags.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -67,12 +71,14 @@ class Timings:
 class Chunk:
     """A piece of an answer: some whole characters, and the tokens they came with.
 
-    text: str.  tokens: tuple of int.  logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    text, reasoning: str, one of them "".  tokens: tuple of int.
+    logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
     Over a stream each adds up to the completion's.
     """
 
     text: str
     tokens: tuple[int, ...]
+    reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
@@ -80,11 +86,13 @@ class Chunk:
 class Completion:
     """An answer. str() of it is its text.
 
-    text: str, without the end token's.
-    tokens: tuple of int, without the end token.
-    finish_reason: "stop" at an end token, "length" at max_tokens or the context's end, None if it was cut
-        short by close() or an exception.
+    text: str, without thoughts, end token and stop string.
+    tokens: tuple of int, all that were drawn, but for the end token.
+    finish_reason: "stop" at an end token or a stop string, "length" at max_tokens or the context's end, None
+        if it was cut short by cancel(), close() or an exception.
     seed: int, which gives the same answer again.
+    reasoning: str, its thoughts, "" for none.
+    stop: str, the stop string that ended it, or None.
     logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
     """
 
@@ -94,7 +102,14 @@ class Completion:
     usage: Usage
     timings: Timings
     seed: int
+    reasoning: str = ""
+    stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """This answer as a message, to be put behind those that it answers."""
+        return {"role": "assistant", "content": self.text, "reasoning_content": self.reasoning}
 
     def __str__(self) -> str:
         """Return the text."""
@@ -107,6 +122,12 @@ class Completion:
             f"<lily.Completion {start!r}: {len(self.tokens)} tokens, {self.finish_reason}, seed {self.seed}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Show the answer in a notebook."""
+        from lily.notebook import html_of
+
+        return html_of(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -114,7 +135,10 @@ class Request:
 
     tokens: (n,) int32, the part of the prompt to take in first; n is 0 if state holds the whole of it.
     state: what the tokens continue, None for nothing; never changed.  cached_tokens: int, how many it holds.
+    stop_tokens, stop: the tokens and the strings that end the answer.
+    thinking: bool, whether the answer begins inside its thoughts.
     top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
+    report: what to call while the prompt is taken in.
     """
 
     tokens: "NDArray[np.int32]"
@@ -122,8 +146,11 @@ class Request:
     cached_tokens: int
     sampling: "Sampling"
     max_tokens: int
-    stop: frozenset[int]
+    stop_tokens: frozenset[int]
+    stop: tuple[str, ...]
+    thinking: bool
     top_logprobs: int | None = None
+    report: Report | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -134,13 +161,14 @@ class Request:
 class Stream(Iterator[Chunk]):
     """An answer while it is written: iterate over it for its chunks, from one thread at a time.
 
-    Work is done only when a chunk is asked for. It may be left or closed at any chunk.
+    Work is done only when a chunk is asked for. It may be left or closed at any chunk. In a notebook, a
+    stream that ends a cell is written out as it goes.
     """
 
     def __init__(self, engine: "Engine", request: Request) -> None:
         """Set a generation up; Model.stream and Prefix.stream make one."""
         self._request = request
-        self._written = _Written()
+        self._written = _Written(logprobs=None if request.top_logprobs is None else [])
         self._chunks = _write(engine, request, self._written)
 
     def __iter__(self) -> "Stream":
@@ -164,20 +192,35 @@ class Stream(Iterator[Chunk]):
         written = self._written
         return f"<lily.Stream: {len(written.tokens)} tokens, {written.finish_reason or 'unfinished'}>"
 
+    def cancel(self) -> None:
+        """Have the generation end with the token, or the part of the prompt, that it is at.
+
+        Any thread may call it at any time. Whoever iterates gets no further chunk, and no error.
+        """
+        self._written.cancelled = True
+
     def close(self) -> None:
-        """End the generation here and free its state."""
+        """End the generation here and free its state. For the thread that iterates; others call cancel()."""
         self._chunks.close()
 
     def completion(self) -> Completion:
         """Write the rest, if there is one, and return the whole answer."""
         for _ in self._chunks:
             pass
+        return self.so_far()
+
+    def so_far(self) -> Completion:
+        """Return what is written by now."""
         request, written = self._request, self._written
         return Completion(
             text="".join(written.text),
+            reasoning="".join(written.reasoning),
             tokens=tuple(written.tokens),
             finish_reason=written.finish_reason,
-            usage=Usage(request.prompt_tokens, len(written.tokens), request.cached_tokens),
+            stop=written.stop,
+            usage=Usage(
+                request.prompt_tokens, len(written.tokens), request.cached_tokens, written.reasoning_tokens
+            ),
             timings=Timings(
                 written.prefill_seconds,
                 len(request.tokens),
@@ -185,50 +228,83 @@ class Stream(Iterator[Chunk]):
                 written.decode_tokens,
             ),
             seed=request.sampling.seed,
-            logprobs=None if request.top_logprobs is None else tuple(written.logprobs),
+            logprobs=None if written.logprobs is None else tuple(written.logprobs),
         )
+
+    def _ipython_display_(self) -> None:
+        """Write the answer into a notebook's cell as it comes."""
+        from lily.notebook import show
+
+        show(self)
 
 
 @dataclass(slots=True)
 class _Written:
     """What a generation has written so far.
 
+    handed_out: int, how many of the tokens have gone into a chunk; the text of the others is not certain yet.
+
     Apart from Stream: a generator that knew its stream would be a cycle, and its state outlive the last use.
     """
 
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    reasoning_tokens: int = 0
+    handed_out: int = 0
     finish_reason: FinishReason | None = None
+    stop: str | None = None
+    cancelled: bool = False
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
 
+    def check(self) -> None:
+        """Raise unless the generation is to go on."""
+        if self.cancelled:
+            raise _CancelledError
+
+    def chunk(self, piece: tuple[str, str]) -> Chunk:
+        """Keep thoughts and text, and return them with the tokens that are not handed out yet."""
+        reasoning, text = piece
+        self.reasoning.append(reasoning)
+        self.text.append(text)
+        start, self.handed_out = self.handed_out, len(self.tokens)
+        logprobs = None if self.logprobs is None else tuple(self.logprobs[start:])
+        return Chunk(text, tuple(self.tokens[start:]), reasoning, logprobs)
+
+
+class _CancelledError(Exception):
+    """What ends the taking in of a prompt that nobody waits for any more."""
+
 
 def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
-    decoder = engine.tokenizer.decoder()
+    reader = Reader(engine.tokenizer, request.thinking, request.stop)
     sampling, history = request.sampling.core(), _core.History()
-    handed_out = 0  # tokens whose text is complete
-
-    def chunk(text: str) -> Chunk:
-        nonlocal handed_out
-        start, handed_out = handed_out, len(written.tokens)
-        written.text.append(text)
-        logprobs = None if request.top_logprobs is None else tuple(written.logprobs[start:])
-        return Chunk(text, tuple(written.tokens[start:]), logprobs)
-
     started = time.perf_counter()
-    state = engine.take_in(request.tokens, request.state)
+    try:
+        written.check()
+        state = engine.take_in(request.tokens, request.state, request.report, written.check)
+    except _CancelledError:
+        return
     token = engine.session.sample(state, sampling)
     written.prefill_seconds = time.perf_counter() - started
-    while token not in request.stop:
+    while token not in request.stop_tokens:
         written.tokens.append(token)
-        if request.top_logprobs is not None:
-            written.logprobs.append(token_logprob(engine, state, token, request.top_logprobs))
-        if text := decoder.push(token):
-            yield chunk(text)
+        if written.logprobs is not None:
+            written.logprobs.append(token_logprob(engine, state, token, request.top_logprobs or 0))
+        written.reasoning_tokens += reader.thinking
+        piece = reader.push(token)
+        if any(piece):
+            yield written.chunk(piece)
+        if reader.stopped is not None:
+            written.finish_reason, written.stop = "stop", reader.stopped
+            break
         if len(written.tokens) == request.max_tokens:
             written.finish_reason = "length"
+            break
+        if written.cancelled:
             break
         started = time.perf_counter()
         token = engine.session.step(state, token, sampling, history)
@@ -236,6 +312,6 @@ def _write(engine: "Engine", request: Request, written: _Written) -> Generator[C
         written.decode_tokens += 1
     else:
         written.finish_reason = "stop"
-    text = decoder.finish()
-    if text or handed_out < len(written.tokens):
-        yield chunk(text)
+    piece = reader.finish()
+    if any(piece) or written.handed_out < len(written.tokens):
+        yield written.chunk(piece)

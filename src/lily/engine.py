@@ -6,19 +6,21 @@ Nobody may after close(), and nobody in a forked child, whose copy of the core h
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lily import _core
+from lily import _core, hub
+from lily.answer import check_stop, thinks
 from lily.chat import ChatTemplate
 from lily.completion import Request
 from lily.errors import ContextError, LilyError
 from lily.progress import Report
-from lily.sampling import Sampling, integer
+from lily.sampling import Sampling, SamplingArguments, integer
+from lily.settings import Generation, check_names, of
 from lily.tokenizer import Tokenizer
 
 _log = logging.getLogger("lily")
@@ -47,6 +49,7 @@ class Engine:
         if weights.skipped:
             _log.info("%s: %d vision and multi-token-prediction tensors not read", folder, weights.skipped)
         self.folder = folder
+        self.name = hub.name_of(folder)
         self.config: dict[str, Any] = weights.config
         self.context = int(self.config["max_positions"])
         self.vocab = int(self.config["vocab"])
@@ -112,50 +115,72 @@ class Engine:
             )
 
     def take_in(
-        self, tokens: NDArray[np.int32], state: _core.State | None = None, report: Report | None = None
+        self,
+        tokens: NDArray[np.int32],
+        state: _core.State | None = None,
+        report: Report | None = None,
+        interrupt: Callable[[], None] | None = None,
     ) -> _core.State:
         """Return the state after more tokens, perhaps none.
 
         state: what they continue, None for nothing; stays as it is.
+        interrupt: called several times a second; what it raises ends the work.
         """
         session = self.session
         grown = session.new_state() if state is None else session.fork(state)
         if tokens.size:
-            session.extend(grown, tokens, report)
+            session.extend(grown, tokens, report, interrupt)
         return grown
 
     def request(
         self,
         tokens: NDArray[np.int32],
+        held: Sequence[int],
         state: _core.State | None,
-        cached_tokens: int,
-        max_tokens: int | None,
-        sampling: Sampling,
-        stop_tokens: Iterable[int] | None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
+        settings: Generation,
+        report: Report | None = None,
     ) -> Request:
-        """Check a generation that continues a state by tokens. Raises what Model.generate does."""
-        prompt = cached_tokens + len(tokens)
+        """Check a generation that takes tokens in behind those that a state holds.
+
+        Raises what Model.generate does.
+        """
+        check_names(settings, Generation)
+        prompt = len(held) + len(tokens)
         self.check_room(prompt, room_for=1)
-        room = self.context - prompt
-        most = min(room, MAX_TOKENS) if max_tokens is None else integer("max_tokens", max_tokens, 1, 2**63)
+        max_tokens, stop_tokens = settings.get("max_tokens"), settings.get("stop_tokens")
+        if max_tokens is None:
+            max_tokens = MAX_TOKENS
         stop = self.tokenizer.stop
         if stop_tokens is not None:
             if not isinstance(stop_tokens, Iterable):
                 raise TypeError(f"stop_tokens: wanted token ids, got {type(stop_tokens).__name__}")
             stop = frozenset(integer("stop_tokens", token, 0, self.vocab) for token in stop_tokens)
+        sampling = self.defaults.resolve(of(SamplingArguments, settings))
         outside = [token for token in sampling.logit_bias if token >= self.vocab]
         if outside:
             raise ValueError(f"logit_bias: wanted token ids from 0 to {self.vocab - 1}, got {outside[0]}")
-        top = integer("top_logprobs", top_logprobs, 0, self.vocab + 1)
+        return Request(
+            tokens,
+            state,
+            len(held),
+            sampling,
+            max_tokens=min(integer("max_tokens", max_tokens, 1, 2**63), self.context - prompt),
+            stop_tokens=stop,
+            stop=check_stop(settings.get("stop")),
+            thinking=thinks([*held, *tokens.tolist()], self.tokenizer),
+            top_logprobs=self._top_logprobs(settings),
+            report=report,
+        )
+
+    def _top_logprobs(self, settings: Generation) -> int | None:
+        """Return how many tokens to give beside each one's logprob, None for no logprobs."""
+        logprobs = settings.get("logprobs", False)
+        top = integer("top_logprobs", settings.get("top_logprobs", 0), 0, self.vocab + 1)
         if not isinstance(logprobs, bool):
             raise ValueError(f"logprobs: wanted True or False, got {logprobs!r}; top_logprobs is how many")
         if top > 0 and not logprobs:
             raise ValueError(f"top_logprobs: wanted logprobs=True beside it, got {top} alone")
-        return Request(
-            tokens, state, cached_tokens, sampling, min(most, room), stop, top if logprobs else None
-        )
+        return top if logprobs else None
 
 
 def _lose_sessions() -> None:

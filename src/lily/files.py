@@ -2,19 +2,24 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
+from lily import hub
 from lily.errors import ModelFilesError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+def checkpoint_folder(
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    download: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Return the folder that a path names, or that a hub id has in the cache.
 
-def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder that a path names.
-
-    path: a checkpoint's folder; "~" stands for the home directory.
+    path: a checkpoint's folder; "~" stands for the home directory. Or the hub's "org/name".
+    revision, download, progress: as for Model.load.
     Raises ModelFilesError if it is missing or not a folder, TypeError if it is no path.
     """
     if not isinstance(path, str | os.PathLike):
@@ -25,12 +30,8 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
         return folder
     if folder.exists():
         raise ModelFilesError(f"{text}: wanted a checkpoint's folder, got a file; pass the folder it is in")
-    if isinstance(path, str) and _HUB_ID.fullmatch(text):
-        name = text.split("/")[1]
-        raise ModelFilesError(
-            f"{text}: no such folder. If it is a model id of the Hugging Face hub, fetch its files with "
-            f"`hf download {text} --local-dir {name}` and load {name!r}"
-        )
+    if isinstance(path, str) and hub.ID.fullmatch(text):
+        return hub.fetch(text, revision, progress) if download else hub.cached(text, revision)
     raise ModelFilesError(f"{text}: no such folder; wanted one that holds config.json and *.safetensors")
 
 

@@ -1,21 +1,22 @@
 """The model as users meet it: load a checkpoint, generate, stream, prefill, score."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lily.chat import Message
+from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
 from lily.engine import Engine
 from lily.errors import ModelFilesError
 from lily.files import checkpoint_folder
+from lily.messages import Message
 from lily.prefix import Prefix
 from lily.progress import Report, reporter
-from lily.sampling import SamplingArguments, spelled_out
+from lily.settings import Generation, Rendering, Settings, check_names, of, spelled_out
 from lily.tokenizer import Tokenizer
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
@@ -33,7 +34,7 @@ class ModelInfo:
     tensors, skipped_tensors: int, in use, and passed over as parts of vision or multi-token prediction.
     fingerprint: str, equal for equal checkpoints.
     config: dict of the model's dimensions.  options: dict of str, how it was told to run.
-    sampling: dict of the checkpoint's temperature, top_k and so on, as in lily.Sampling.
+    sampling: dict of the checkpoint's own numbers, see lily.Sampling.
     stop_tokens: tuple of int, the tokens that end an answer.
     """
 
@@ -63,94 +64,126 @@ class Model:
         self._engine = engine
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], **options: str | int) -> "Model":
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        download: bool = False,
+        revision: str | None = None,
+        progress: bool = True,
+        **options: str | int,
+    ) -> "Model":
         """Load a checkpoint.
 
-        path: its folder, with config.json, tokenizer.json and *.safetensors; lily.DEMO is the embedded one.
+        path: its folder, with config.json, tokenizer.json and *.safetensors; or its id on the Hugging Face
+            hub, "org/name", which is looked up in the hub's cache on this machine, without the network;
+            lily.DEMO is the embedded one.
+        download: whether to fetch an id's files if the cache lacks some of them.
+        revision: the branch, tag or commit of an id; by default "main".
+        progress: whether a download draws bars, on a terminal or in a notebook.
         options: how to run it, threads=4 say; `lily info` lists them. LILY_THREADS=4 in the environment does
             the same for calls that don't say.
-        Raises ModelFilesError for files that are missing, damaged or of another model; ValueError or
-        TypeError for an option; DeviceError if the device refuses.
+        Raises ModelFilesError for files that are missing, damaged or of another model, with the command that
+        fetches them; ValueError or TypeError for an option; DeviceError if the device refuses.
         """
-        return cls(
-            Engine(checkpoint_folder(path), {name: _option(name, value) for name, value in options.items()})
-        )
+        folder = checkpoint_folder(path, revision=revision, download=download, progress=progress)
+        return cls(Engine(folder, {name: _option(name, value) for name, value in options.items()}))
 
     @spelled_out
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Completion:
+    def generate(self, prompt: Prompt, **settings: Unpack[Settings]) -> Completion:
         """Write an answer and return it whole.
 
-        prompt: str, one user message; list of messages with role and content; or token ids, as they are.
+        prompt: str, one user message; list of messages with role and content, as OpenAI's API has them; or
+            token ids, as they are.
         max_tokens: int >= 1, where to cut the answer; by default, and at most, what the context has room for,
             and 32,768 if nothing is given.
-        stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
+            seed: how tokens are drawn, see lily.Sampling; by default as the checkpoint says. temperature=0
+                takes the likeliest token each time. The same seed gives the same answer. Without one the
+                answer differs each time, and says which seed it was.
         logprobs: whether to give each token's logprob.  top_logprobs: int >= 0, of how many of the likeliest
             tokens in its place to give theirs too.
-        sampling: how tokens are drawn: temperature, top_k, top_p, min_p, repetition_penalty,
-            presence_penalty, frequency_penalty, logit_bias and seed, see lily.Sampling; by default as the
-            checkpoint says. temperature=0 takes the likeliest token each time. The same seed gives the same
-            answer. Without one the answer differs each time, and says which seed it was.
+        stop: str or several, where the answer's text ends, without it. Thoughts are not searched.
+        stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
+        progress: True for a bar while the prompt is taken in, on a terminal or in a notebook; or a function
+            of (tokens done, tokens in all), which may raise to stop.
+
+        For a str and for messages also:
+        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}.
+        thinking: bool, whether the model thinks first; by default as the template has it.
+        preserve_thinking: bool, whether earlier answers keep their thoughts in the prompt, so that it only
+            grows from turn to turn; True by default.
+        template_kwargs: dict, what else the template may read.
+        continue_final_message: True to go on with the last message, the assistant's, instead of answering.
+            What is returned does not repeat it.
+        add_generation_prompt: False to leave out the beginning of the assistant's answer.
+
         Raises ContextError if the prompt leaves no room, before any work; ValueError or TypeError for an
         argument; ModelFilesError if the checkpoint has no usable chat template; LilyError after close().
         """
-        return self.stream(
-            prompt,
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            **sampling,
-        ).completion()
+        return self.stream(prompt, **settings).completion()
 
     @spelled_out
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Stream:
+    def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> Stream:
         """Return an iterator that writes an answer chunk by chunk.
 
         Takes, and raises, what generate does. Arguments are checked here; work begins with the first chunk.
         """
-        engine = self._engine
-        tokens = self._encode(prompt)
-        drawn_by = engine.defaults.resolve(sampling)
-        return Stream(
-            engine,
-            engine.request(tokens, None, 0, max_tokens, drawn_by, stop_tokens, logprobs, top_logprobs),
-        )
+        check_names(settings, Settings)
+        report = reporter(settings.get("progress"))
+        tokens = self._encode(prompt, of(Rendering, settings))
+        return Stream(self._engine, self._engine.request(tokens, (), None, of(Generation, settings), report))
 
-    def prefill(self, prompt: Prompt, progress: bool | Report | None = None) -> Prefix:
+    @spelled_out
+    async def agenerate(self, prompt: Prompt, **settings: Unpack[Settings]) -> Completion:
+        """Write an answer and return it whole, without keeping the event loop waiting.
+
+        Takes, and raises, what generate does. Cancelling it ends the work with the token, or the part of the
+        prompt, that it is at.
+        """
+        return await self.astream(prompt, **settings).completion()
+
+    @spelled_out
+    def astream(self, prompt: Prompt, **settings: Unpack[Settings]) -> AsyncStream:
+        """Return an asynchronous iterator that writes an answer chunk by chunk, in a thread of its own.
+
+        Takes, and raises, what generate does, the latter with the first chunk.
+        """
+        return AsyncStream(lambda: self.stream(prompt, **settings))
+
+    @spelled_out
+    def encode(self, prompt: Prompt, **rendering: Unpack[Rendering]) -> list[int]:
+        """Return the token ids of a prompt, which are what generate takes in.
+
+        Takes, and raises, what generate does for prompts; not what concerns the answer.
+        """
+        check_names(rendering, Rendering)
+        return list(map(int, self._encode(prompt, rendering)))
+
+    @spelled_out
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        progress: bool | Report | None = None,
+        **rendering: Unpack[Rendering],
+    ) -> Prefix:
         """Take a prompt in and return it as a Prefix, to continue any number of times without doing so again.
 
-        prompt: as for generate.
-        progress: True for a bar on a terminal, or a function of (tokens done, tokens in all), which may raise
-            to stop.
-        Raises ContextError if it does not fit, before any work, and what generate raises for a prompt.
+        Takes, and raises, what encode does.
+        progress: as for generate.
+        Raises ContextError if it does not fit, before any work.
         """
         report = reporter(progress)
-        tokens = self._encode(prompt)
+        check_names(rendering, Rendering)
+        tokens = self._encode(prompt, rendering)
         self._engine.check_room(len(tokens))
         return Prefix(self._engine, tuple(tokens.tolist()), self._engine.take_in(tokens, report=report))
 
     def logits(self, tokens: Tokens, progress: bool | Report | None = None) -> NDArray[np.float32]:
         """Score a text: return (T, vocab) float32, row t the logits of what follows tokens[: t + 1].
 
-        tokens: T token ids, as model.tokenizer.encode makes them.  progress: as for prefill.
+        tokens: T token ids, as model.tokenizer.encode makes them.  progress: as for generate.
         Raises ContextError if they do not fit, TypeError or ValueError if they are no token ids.
         """
         if isinstance(tokens, str):
@@ -202,30 +235,31 @@ class Model:
         """Show what it is and where it runs."""
         engine = self._engine
         if engine.closed:
-            return f"<lily.Model {engine.folder.name}: closed>"
+            return f"<lily.Model {engine.name}: closed>"
         size = engine.weight_bytes / 1e9
-        return f"<lily.Model {engine.folder.name}: {size:.2f} GB on {engine.session.device}>"
+        return f"<lily.Model {engine.name}: {size:.2f} GB on {engine.session.device}>"
 
-    def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
+    def _encode(self, prompt: Prompt, rendering: Rendering) -> NDArray[np.int32]:
         """Return a prompt's (n,) int32 token ids."""
         engine = self._engine
         _ = engine.session  # a closed model says so before it looks at the prompt
         if isinstance(prompt, str):
-            return self._encode([{"role": "user", "content": prompt}])
+            return self._encode([{"role": "user", "content": prompt}], rendering)
         if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence | np.ndarray):
             raise TypeError(
                 f"prompt: wanted a str, a list of messages or token ids, got {type(prompt).__name__}"
             )
         if isinstance(prompt, np.ndarray) or not any(isinstance(item, Mapping) for item in prompt):
+            if rendering:
+                raise ValueError(f"{next(iter(rendering))}: wanted messages to render, got token ids")
             return engine.tokens("prompt", cast(Tokens, prompt))
         if engine.template is None:
             raise ModelFilesError(
                 f"{engine.folder}: no chat_template.jinja, and no chat_template in tokenizer_config.json; "
                 "fetch it, or pass token ids: model.tokenizer.encode(text)"
             )
-        return engine.tokens(
-            "prompt", engine.template.encode(cast(Sequence[Message], prompt), engine.tokenizer)
-        )
+        messages = cast(Sequence[Message], prompt)
+        return engine.tokens("prompt", engine.template.encode(messages, engine.tokenizer, **rendering))
 
 
 def _option(name: str, value: object) -> str:

@@ -1,16 +1,17 @@
 """A prompt that was paid for once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lily import _core
+from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
 from lily.engine import Engine
 from lily.progress import Report, reporter
-from lily.sampling import SamplingArguments, spelled_out
+from lily.settings import Generation, spelled_out
 
 
 class Prefix:
@@ -36,49 +37,31 @@ class Prefix:
         return f"<lily.Prefix: {len(self)} tokens, {self._state.nbytes / 1e6:.1f} MB>"
 
     @spelled_out
-    def generate(
-        self,
-        *,
-        max_tokens: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Completion:
-        """Write what follows and return it whole; the arguments are Model.generate's.
+    def generate(self, **settings: Unpack[Generation]) -> Completion:
+        """Write what follows and return it whole; the arguments are those of Model.generate for the answer.
 
         The answer is the one that Model.generate gives for the same tokens and seed.
-        Raises ContextError if there is no room left, ValueError for an argument, LilyError after the model's
-            close().
+        Raises ContextError if there is no room left, ValueError or TypeError for an argument, LilyError after
+        the model's close().
         """
-        return self.stream(
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            **sampling,
-        ).completion()
+        return self.stream(**settings).completion()
 
     @spelled_out
-    def stream(
-        self,
-        *,
-        max_tokens: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Stream:
+    def stream(self, **settings: Unpack[Generation]) -> Stream:
         """Return an iterator that writes what follows. Takes, and raises, what generate does."""
         engine = self._engine
-        drawn_by = engine.defaults.resolve(sampling)
-        nothing, state = np.empty(0, np.int32), self._state
-        return Stream(
-            engine,
-            engine.request(
-                nothing, state, len(self), max_tokens, drawn_by, stop_tokens, logprobs, top_logprobs
-            ),
-        )
+        nothing = np.empty(0, np.int32)
+        return Stream(engine, engine.request(nothing, self.tokens, self._state, settings))
+
+    @spelled_out
+    async def agenerate(self, **settings: Unpack[Generation]) -> Completion:
+        """Write what follows without keeping the event loop waiting; see Model.agenerate."""
+        return await self.astream(**settings).completion()
+
+    @spelled_out
+    def astream(self, **settings: Unpack[Generation]) -> AsyncStream:
+        """Return an asynchronous iterator that writes what follows; see Model.astream."""
+        return AsyncStream(lambda: self.stream(**settings))
 
     def extend(
         self, more: str | Sequence[int] | NDArray[np.integer[Any]], progress: bool | Report | None = None

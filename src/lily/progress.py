@@ -1,18 +1,22 @@
-"""What `progress=` means: nothing, a bar on a terminal, or the caller's own function."""
+"""What `progress=` means: nothing, a bar where a person looks, or the caller's own function."""
 
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import TypeAlias
 
-Report = Callable[[int, int], None]
+from lily.notebook import in_notebook
+
+Report: TypeAlias = Callable[[int, int], None]
 """Called between chunks with (tokens done, tokens in all). What it raises stops the work."""
+
+_DELAY = 0.5  # seconds; what is done sooner needs no bar
 
 
 def reporter(progress: bool | Report | None) -> Report | None:
     """Return the function to call between chunks, None for none.
 
-    progress: None or False for none, True for a bar on stderr if that is a terminal, or a function of
-    (tokens done, tokens in all).
+    progress: None or False for none; True for a bar on stderr if that is a terminal, or in a notebook's cell;
+        or a function of (tokens done, tokens in all).
     Raises TypeError for anything else.
     """
     if callable(progress):
@@ -21,13 +25,25 @@ def reporter(progress: bool | Report | None) -> Report | None:
         raise TypeError(
             f"progress: wanted a bool or a function of (done, total), got {type(progress).__name__}"
         )
-    if progress and sys.stderr is not None and sys.stderr.isatty():
-        return lambda done, total: _bar(sys.stderr, done, total)
-    return None
+    return _bar() if progress and watched() else None
 
 
-def _bar(stream: TextIO, done: int, total: int, width: int = 30) -> None:
-    filled = width * done // max(total, 1)
-    bar = "#" * filled + "." * (width - filled)
-    stream.write(f"\rprompt [{bar}] {done}/{total} tokens" + ("\n" if done >= total else ""))
-    stream.flush()
+def watched() -> bool:
+    """Return whether a person looks at what is drawn: on a terminal, or in a notebook."""
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def _bar() -> Report:
+    from tqdm.auto import tqdm
+
+    bar = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(total=total, desc="prompt", unit=" tokens", delay=_DELAY, leave=False)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return report

@@ -3,20 +3,17 @@
 The drawing itself is the core's; docs/sampling.md has its formulas.
 """
 
-import inspect
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from lily import _core
 from lily.errors import ModelFilesError
 from lily.files import read_json
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -112,18 +109,6 @@ class Sampling:
     def core(self) -> _core.Sampling:
         """Return the core's form of it."""
         return _core.Sampling(**asdict(self))
-
-
-def spelled_out(function: Function) -> Function:
-    """Let help() and notebooks show SamplingArguments, one by one, in place of a method's **sampling."""
-    signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    sampling = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in SamplingArguments.__annotations__.items()
-    ]
-    function.__signature__ = signature.replace(parameters=named + sampling)  # type: ignore[attr-defined]
-    return function
 
 
 def number(name: str, value: Any, least: float, most: float) -> float:
