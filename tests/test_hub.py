@@ -87,7 +87,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(cache: Path, no_network: None)
     for revision in (COMMIT, "refs/pr/1"):
         assert hub.cached(ID, revision) == snapshot
     for revision in (None, "main", COMMIT[:-1]):
-        with pytest.raises(lily.ModelFilesError, match="is not on this machine"):
+        with pytest.raises(lily.ModelFilesError, match="no such folder, and not in the hub's cache"):
             hub.cached(ID, revision)
     with pytest.raises(lily.ModelFilesError, match=f"`lily download {ID} --revision v2`"):
         lily.Model.load(ID, revision="v2")
@@ -128,7 +128,7 @@ def test_an_absent_model_says_how_to_fetch_it(
     with pytest.raises(lily.ModelFilesError) as caught:
         lily.Model.load(ID)
     assert str(caught.value) == (
-        f"{ID}: is not on this machine (looked in {cache}); fetch it with `lily download {ID}`, "
+        f"{ID}: no such folder, and not in the hub's cache, {cache}; fetch it with `lily download {ID}`, "
         "or by Model.load(..., download=True)"
     )
 
@@ -173,7 +173,7 @@ def test_a_dangling_link_names_its_target(cache: Path, no_network: None) -> None
     target = os.path.join("..", "..", "blobs", "blob-model.safetensors")
     with pytest.raises(lily.ModelFilesError) as caught:
         lily.Model.load(ID)
-    assert f"incomplete, {snapshot / 'model.safetensors'} is a dangling link to {target} (" in str(
+    assert f"incomplete, {snapshot / 'model.safetensors'} is a dangling link to {target}; " in str(
         caught.value
     )
 

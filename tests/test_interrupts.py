@@ -145,6 +145,8 @@ import os, signal, sys, threading, lily, lily.__main__
 work = lily.Model.{method}
 def interrupted(*arguments, **settings):
     threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if "seed" in settings:
+        settings["stop_tokens"] = ()  # so that it can't be done before it is interrupted
     return work(*arguments, **settings)
 lily.Model.{method} = interrupted
 sys.exit(lily.__main__.main({arguments!r}))

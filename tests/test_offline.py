@@ -25,7 +25,8 @@ def test_a_model_on_disk_needs_no_network(no_network):
         assert model.generate("Tell me a story.", max_tokens=3, seed=1).text
 
 
-def test_a_hub_id_is_not_fetched_unasked(no_network):
+def test_a_hub_id_is_not_fetched_unasked(no_network, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # where it is certainly not
     with pytest.raises(lily.ModelFilesError, match=r"mlx-community/Qwen3\.6-35B-A3B-4bit"):
         lily.Model.load("mlx-community/Qwen3.6-35B-A3B-4bit")
 

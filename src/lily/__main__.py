@@ -1,14 +1,17 @@
-"""The command line: `lily generate` and `lily info`. Answers go to stdout, all else to stderr."""
+"""The command line, but for what `lily chat` does. Answers go to stdout, all else to stderr."""
 
 import argparse
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lily
 from lily.errors import LilyError
+
+if TYPE_CHECKING:
+    from lily.settings import Generation
 
 DEMO_PROMPT = "Tell me a story about a fox who wanted to see the sea."
 DEMO_TOKENS = 300  # where the demo's story is cut by default: it seldom finds an end by itself
@@ -45,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument(
-        "--model", metavar="FOLDER", help="the checkpoint's folder; by default the embedded demo"
+        "--model",
+        metavar="FOLDER",
+        help="the checkpoint's folder, or its id on the Hugging Face hub; by default the embedded demo",
     )
     model.add_argument("--threads", type=int, metavar="N", help="CPU threads; by default one per core")
     model.add_argument(
@@ -55,48 +60,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="any other way to run it, see `lily info`; may be repeated",
     )
+    answer = _answer_parser()
     parser = argparse.ArgumentParser(prog="lily", description="Run Qwen3.6-35B-A3B from its MLX checkpoint.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", parents=[model], help="write an answer to a prompt")
+    generate = commands.add_parser("generate", parents=[model, answer], help="write an answer to a prompt")
     generate.add_argument("prompt", nargs="?", help="the user's message; - reads it from stdin")
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt's text, without a chat template"
     )
     generate.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help=f"cut the answer after N tokens; the demo's after {DEMO_TOKENS}",
-    )
-    generate.add_argument(
-        "--temp", "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
-    )
-    generate.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 from all"
-    )
-    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that sum to P")
-    generate.add_argument(
-        "--min-p", type=float, metavar="P", help="draw from those with P times the likeliest's probability"
-    )
-    generate.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="divide the logits of the answer's tokens by R"
-    )
-    generate.add_argument(
-        "--presence-penalty", type=float, metavar="A", help="take A off the logits of the answer's tokens"
-    )
-    generate.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="A",
-        help="take A off them for each time that they are there",
-    )
-    generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    generate.add_argument(
         "--stats", action="store_true", help="print counts and speed even if stderr is no terminal"
     )
     generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", parents=[model, answer], help="talk to it in the terminal")
+    chat.set_defaults(command=_chat)
+
+    download = commands.add_parser("download", help="fetch a model's files from the Hugging Face hub")
+    download.add_argument("id", help="the model's id there, org/name")
+    download.add_argument("--revision", metavar="NAME", help="a branch, tag or commit; by default main")
+    download.set_defaults(command=_download)
 
     info = commands.add_parser(
         "info", parents=[model], help="say what is installed and how a model runs here"
@@ -104,6 +89,48 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(command=_info)
     return parser
+
+
+def _answer_parser() -> argparse.ArgumentParser:
+    """Return the options of commands that write answers."""
+    answer = argparse.ArgumentParser(add_help=False)
+    answer.add_argument("--system", metavar="TEXT", help="what the model is told before anything else")
+    answer.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether it thinks first; by default as the model's chat template has it",
+    )
+    answer.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"cut an answer after N tokens; the demo's after {DEMO_TOKENS}",
+    )
+    answer.add_argument(
+        "--temp", "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
+    )
+    answer.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 from all")
+    answer.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that sum to P")
+    answer.add_argument(
+        "--min-p", type=float, metavar="P", help="draw from those with P times the likeliest's probability"
+    )
+    answer.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="divide the logits of the answer's tokens by R"
+    )
+    answer.add_argument(
+        "--presence-penalty", type=float, metavar="A", help="take A off the logits of the answer's tokens"
+    )
+    answer.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="A",
+        help="take A off them for each time that they are there",
+    )
+    answer.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    answer.add_argument(
+        "--stop", action="append", metavar="TEXT", help="where an answer ends; may be repeated"
+    )
+    return answer
 
 
 class _Version(argparse.Action):
@@ -115,7 +142,7 @@ class _Version(argparse.Action):
 
 
 def _load(options: argparse.Namespace) -> "lily.Model":
-    settings: dict[str, str | int] = {}
+    settings: dict[str, Any] = {}
     for setting in options.option:
         name, equals, value = setting.partition("=")
         if not equals:
@@ -126,27 +153,46 @@ def _load(options: argparse.Namespace) -> "lily.Model":
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
 
 
+def _settings(options: argparse.Namespace) -> "Generation":
+    """Return the options that an answer is written by; the demo's seldom ends by itself."""
+    return {
+        "max_tokens": DEMO_TOKENS
+        if options.max_tokens is None and options.model is None
+        else options.max_tokens,
+        "temperature": options.temp,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": options.seed,
+        "stop": options.stop,
+    }
+
+
 def _generate(options: argparse.Namespace) -> int:
     prompt: str | None = sys.stdin.read() if options.prompt == "-" else options.prompt
     if options.model is None:
         print("lily: no --model, so the embedded demo writes; it only tells stories", file=sys.stderr)
         prompt = DEMO_PROMPT if prompt is None else prompt
-        options.max_tokens = DEMO_TOKENS if options.max_tokens is None else options.max_tokens
     if prompt is None:
         raise ValueError("no prompt; pass one, or - to read it from stdin")
+    if options.raw and (options.system is not None or options.thinking is not None):
+        raise ValueError("--raw: wanted neither --system nor --thinking, which the chat template is for")
     with _load(options) as model:
-        stream = model.stream(
-            model.tokenizer.encode(prompt) if options.raw else prompt,
-            max_tokens=options.max_tokens,
-            temperature=options.temp,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            seed=options.seed,
-        )
+        progress = sys.stderr.isatty()
+        if options.raw:
+            tokens = model.tokenizer.encode(prompt)
+            stream = model.stream(tokens, progress=progress, **_settings(options))
+        else:
+            system = [] if options.system is None else [{"role": "system", "content": options.system}]
+            stream = model.stream(
+                [*system, {"role": "user", "content": prompt}],
+                progress=progress,
+                thinking=options.thinking,
+                **_settings(options),
+            )
         for chunk in stream:
             print(chunk.text, end="", flush=True)
         print()
@@ -162,6 +208,23 @@ def _stats(done: "lily.Completion") -> str:
         f"answer {done.usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tokens/s; "
         f"finish {done.finish_reason}; seed {done.seed}"
     )
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from lily.terminal import Conversation, talk
+
+    with _load(options) as model:
+        if options.model is None:
+            print("lily: no --model, so this is the embedded demo; it only tells stories", file=sys.stderr)
+        talk(Conversation(model, options.system, options.thinking, _settings(options)))
+    return 0
+
+
+def _download(options: argparse.Namespace) -> int:
+    from lily import hub
+
+    print(hub.update(options.id, options.revision))
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -22,12 +22,11 @@ def cached(model: str, revision: str | None = None) -> Path:
     Raises ModelFilesError, with the command that brings it, if there is none or files are missing.
     """
     snapshot = _snapshot(model, revision)
-    lacking = "is not on this machine" if snapshot is None else _lacking(snapshot)
+    lacking = _lacking(snapshot) if snapshot else f"no such folder, and not in the hub's cache, {_cache()}"
     if snapshot is None or lacking:
         wanted = f"{model} --revision {revision}" if revision else model
         raise ModelFilesError(
-            f"{model}: {lacking} (looked in {_cache()}); fetch it with `lily download {wanted}`, "
-            "or by Model.load(..., download=True)"
+            f"{model}: {lacking}; fetch it with `lily download {wanted}`, or by Model.load(..., download=True)"
         )
     return snapshot
 
