@@ -26,7 +26,8 @@ def cached(model: str, revision: str | None = None) -> Path:
     if snapshot is None or lacking:
         wanted = f"{model} --revision {revision}" if revision else model
         raise ModelFilesError(
-            f"{model}: {lacking}; fetch it with `lily download {wanted}`, or by Model.load(..., download=True)"
+            f"{model}: {lacking}; fetch it with `lily download {wanted}`, "
+            "or by Model.load(..., download=True)"
         )
     return snapshot
 
