@@ -153,7 +153,7 @@ def test_an_unknown_argument_is_named(model: lily.Model, name: str, hint: str) -
             work(QUESTION, **{name: 1})
         assert str(caught.value).startswith(f"unexpected argument {name!r}; {hint}")
     for work in (lambda **given: model.prefill(QUESTION, **given), model.prefill(QUESTION).generate):
-        with pytest.raises(TypeError, match="^unexpected argument 'temperatur'; "):
+        with pytest.raises(TypeError, match=r"^unexpected argument 'temperatur'; "):
             work(temperatur=1)
 
 
