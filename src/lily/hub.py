@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from lily.errors import ModelFilesError
-from lily.progress import watched
+from lily.progress import bar_class, watched
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.jinja", "*.safetensors"]  # all that Lily reads; what lies in folders it does not
@@ -51,9 +51,8 @@ def update(model: str, revision: str | None = None, progress: bool = True) -> Pa
     if not ID.fullmatch(model):
         raise ValueError(f"{model}: wanted a model's id on the hub, org/name")
     from huggingface_hub import snapshot_download
-    from tqdm.auto import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    class Bar(bar_class()):  # type: ignore[misc]  # tqdm has no types
         """Draws only where somebody looks."""
 
         def __init__(self, *arguments: object, **settings: object) -> None:

@@ -1,8 +1,9 @@
 """What `progress=` means: nothing, a bar where a person looks, or the caller's own function."""
 
 import sys
+import warnings
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lily.notebook import in_notebook
 
@@ -33,9 +34,16 @@ def watched() -> bool:
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def _bar() -> Report:
-    from tqdm.auto import tqdm
+def bar_class() -> Any:
+    """Return tqdm's class of bars, the notebook's in a notebook."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it has to draw with letters where ipywidgets are missing
+        from tqdm.auto import tqdm
+    return tqdm
 
+
+def _bar() -> Report:
+    tqdm = bar_class()
     bar = None
 
     def report(done: int, total: int) -> None:
