@@ -180,6 +180,8 @@ def _generate(options: argparse.Namespace) -> int:
         raise ValueError("no prompt; pass one, or - to read it from stdin")
     if options.raw and (options.system is not None or options.thinking is not None):
         raise ValueError("--raw: wanted neither --system nor --thinking, which the chat template is for")
+    from lily.terminal import write
+
     with _load(options) as model:
         progress = sys.stderr.isatty()
         if options.raw:
@@ -193,9 +195,7 @@ def _generate(options: argparse.Namespace) -> int:
                 thinking=options.thinking,
                 **_settings(options),
             )
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-        print()
+        write(stream)
     if options.stats or sys.stderr.isatty():
         print(_stats(stream.completion()), file=sys.stderr)
     return 0

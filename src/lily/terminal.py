@@ -132,7 +132,7 @@ def _turn(conversation: Conversation, question: str) -> None:
     try:
         stream = conversation.ask(question)
         waited = time.perf_counter() - started
-        _write(stream)
+        write(stream)
     except KeyboardInterrupt:
         print()
         if stream is None:
@@ -151,7 +151,7 @@ def _turn(conversation: Conversation, question: str) -> None:
     )
 
 
-def _write(stream: Stream) -> None:
+def write(stream: Stream) -> None:
     """Write an answer to stdout, its thoughts dim before it if that is a terminal."""
     seen = sys.stdout.isatty()
     thinking = False
