@@ -231,8 +231,8 @@ Options options_of(const std::map<std::string, std::string>& given) {
     return options;
 }
 
-// The same between layers, where a large model's chunk takes seconds: often enough for a person who waits, seldom
-// enough that taking the GIL, for which others may have to be waited for, costs nothing.
+// The same between layers, where a large model's chunk takes seconds: often enough for a person who waits,
+// seldom enough that taking the GIL, for which others may have to be waited for, costs nothing.
 Interrupt interrupt_of(const nb::object& callback) {
     using Clock = std::chrono::steady_clock;
     return [&callback, last = Clock::now()]() mutable {
@@ -399,7 +399,7 @@ void bind_sampling(nb::module_& m) {
 }
 
 #define LILY_ALLOWED "allowed: numpy.typing.NDArray[numpy.uint32] | None = None"
-#define LILY_CALLBACKS                                                    \
+#define LILY_CALLBACKS                                                     \
     "progress: collections.abc.Callable[[int, int], None] | None = None, " \
     "interrupt: collections.abc.Callable[[], None] | None = None"
 
@@ -442,8 +442,9 @@ void bind_session(nb::module_& m) {
             "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
             "Take tokens in; the state then holds the last one's logits. progress is called between chunks, "
             "interrupt every 50 ms or so; what they raise ends the work.",
-            nb::sig("def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
-                    ") -> None"))
+            nb::sig(
+                "def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
+                ") -> None"))
         .def(
             "sample",
             [](PySession& s, State& state, const Sampling& sampling, const History* history,
@@ -497,8 +498,9 @@ void bind_session(nb::module_& m) {
             },
             "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
             "Take tokens in; returns (T, V) float32, every row's logits.",
-            nb::sig("def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
-                    ") -> numpy.typing.NDArray[numpy.float32]"))
+            nb::sig(
+                "def logits(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
+                ") -> numpy.typing.NDArray[numpy.float32]"))
         .def(
             "last_logits",
             [](PySession& s, const State& state) {

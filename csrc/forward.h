@@ -7,8 +7,8 @@
 
 namespace lily {
 
-// Called before every layer. An exception thrown from it ends the pass, and leaves behind states that took the
-// batch in halfway.
+// Called before every layer. An exception thrown from it ends the pass, and leaves behind states that took
+// the batch in halfway.
 using Interrupt = std::function<void()>;
 
 // Takes the batch's tokens in: every segment's state advances by its length. Afterwards the activation x
