@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "error.h"
 
@@ -77,7 +78,10 @@ void Session::pass(State& state, std::span<const int32_t> tokens, const Interrup
         const Segment segment{&state, 0, length, state.length()};
         forward(*weights_, *ops_, Batch{tokens, {&segment, 1}, length}, interrupt);
     } catch (...) {
-        if (interrupt) state = before;
+        if (interrupt) {
+            const State abandoned = std::exchange(state, before);  // a device may still be at it
+            ops_->finish();
+        }
         throw;
     }
 }

@@ -13,14 +13,16 @@ import pytest
 
 import lily
 from lily import _core
+from support import CHECKPOINTS, backends, options_of
 
-LONG = np.full(3000, 5, np.int32)
 
-
-@pytest.fixture(scope="module")
-def session() -> _core.Session:
-    """The demo, on which LONG is a single chunk."""
-    return _core.Session(_core.Weights(lily.DEMO), {"prefill_chunk": "4096"})
+@pytest.fixture(scope="module", params=["cpu", *(name for name in backends() if name == "sim")])
+def session(request: pytest.FixtureRequest) -> tuple[_core.Session, np.ndarray]:
+    """A session, and tokens that are a chunk of it that takes long."""
+    if request.param == "cpu":
+        return _core.Session(_core.Weights(lily.DEMO), {"prefill_chunk": "4096"}), np.full(3000, 5, np.int32)
+    options = options_of("sim") | {"prefill_chunk": "256"}
+    return _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), options), np.full(150, 5, np.int32)
 
 
 @pytest.fixture
@@ -38,37 +40,39 @@ def stop() -> None:
     raise Stopped
 
 
-def test_a_chunk_can_be_left_between_its_layers(session: _core.Session) -> None:
-    state = session.new_state()
-    session.extend(state, LONG[:300])
-    shared, before = session.fork(state), session.last_logits(state)
+def test_a_chunk_can_be_left_between_its_layers(session: tuple[_core.Session, np.ndarray]) -> None:
+    model, long = session
+    state = model.new_state()
+    model.extend(state, long[:20])
+    shared, before = model.fork(state), model.last_logits(state)
     with pytest.raises(Stopped):
-        session.extend(state, LONG, None, stop)
-    assert (state.length, state.has_logits) == (300, True)
-    assert np.array_equal(session.last_logits(state), before)
-    assert np.array_equal(session.last_logits(shared), before)
+        model.extend(state, long, None, stop)
+    assert (state.length, state.has_logits) == (20, True)
+    assert np.array_equal(model.last_logits(state), before)
+    assert np.array_equal(model.last_logits(shared), before)
     for left in (state, shared):
-        session.extend(left, LONG[:50])
-    fresh = session.new_state()
-    session.extend(fresh, LONG[:300])
-    session.extend(fresh, LONG[:50])
+        model.extend(left, long[:10])
+    fresh = model.new_state()
+    model.extend(fresh, long[:20])
+    model.extend(fresh, long[:10])
     for left in (state, shared):
-        assert np.array_equal(session.last_logits(left), session.last_logits(fresh))
+        assert np.array_equal(model.last_logits(left), model.last_logits(fresh))
     with pytest.raises(Stopped):
-        session.logits(session.new_state(), LONG, None, stop)
+        model.logits(model.new_state(), long, None, stop)
 
 
-def test_what_interrupts_cannot_use_the_model(session: _core.Session) -> None:
+def test_what_interrupts_cannot_use_the_model(session: tuple[_core.Session, np.ndarray]) -> None:
     """It would wait for itself for ever, as a signal handler could."""
-    other = session.new_state()
-    session.extend(other, LONG[:5])
+    model, long = session
+    other = model.new_state()
+    model.extend(other, long[:5])
 
     def use() -> None:
-        session.extend(other, LONG[:5])
+        model.extend(other, long[:5])
 
     with pytest.raises(lily.LilyError, match="the model is at work in this very thread: a signal handler"):
-        session.extend(session.new_state(), LONG, None, use)
-    session.extend(other, LONG[:5])  # and is free again
+        model.extend(model.new_state(), long, None, use)
+    model.extend(other, long[:5])  # and is free again
 
 
 def test_ctrl_c_does_not_wait_for_the_chunk(real_interrupts: None) -> None:
