@@ -11,6 +11,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <memory>
@@ -215,10 +216,19 @@ FloatArray new_array(std::initializer_list<size_t> shape) {
                       nb::capsule(pointer, [](void* p) noexcept { delete[] static_cast<float*>(p); }));
 }
 
+// Leaves a call with what ends a thread silently, once the interpreter is ending: a thread that asked for the
+// GIL after that would be torn out of the core.
+void check_ending(const std::atomic<bool>& ending) {
+    if (!ending) return;
+    PyErr_SetNone(PyExc_SystemExit);
+    throw nb::python_error();
+}
+
 // Progress into Python: takes the GIL back, and lets Ctrl-C through even when nobody listens.
-Progress progress_of(const nb::object& callback) {
-    return [&callback](int64_t done, int64_t total) {
+Progress progress_of(const nb::object& callback, const std::atomic<bool>& ending) {
+    return [&callback, &ending](int64_t done, int64_t total) {
         nb::gil_scoped_acquire gil;
+        check_ending(ending);
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
         if (!callback.is_none()) callback(done, total);
     };
@@ -233,11 +243,12 @@ Options options_of(const std::map<std::string, std::string>& given) {
 
 // The same between layers, where a large model's chunk takes seconds: often enough for a person who waits,
 // seldom enough that taking the GIL, for which others may have to be waited for, costs nothing.
-Interrupt interrupt_of(const nb::object& callback) {
+Interrupt interrupt_of(const nb::object& callback, const std::atomic<bool>& ending) {
     using Clock = std::chrono::steady_clock;
-    return [&callback, last = Clock::now()]() mutable {
+    return [&callback, &ending, last = Clock::now()]() mutable {
         if (Clock::now() - last < std::chrono::milliseconds(50)) return;
         nb::gil_scoped_acquire gil;
+        check_ending(ending);
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
         if (!callback.is_none()) callback();
         last = Clock::now();
@@ -249,6 +260,8 @@ struct PySession {
     Options options;
     std::shared_ptr<const Weights> weights;
     std::unique_ptr<Session> session;
+    std::atomic<int> calls{0};        // that drop the GIL and are under way
+    std::atomic<bool> ending{false};  // the interpreter is
 
     PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
         : options(options_of(given)), weights(checkpoint.weights) {
@@ -267,7 +280,20 @@ struct PySession {
     }
 };
 
+// A call that drops the GIL, from before it does until after it has it again.
+class Call {
+   public:
+    explicit Call(PySession& session) : session_(session) { ++session_.calls; }
+    ~Call() { --session_.calls; }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    PySession& session_;
+};
+
 nb::tuple layer_state(PySession& s, const State& state, int index) {
+    s.session->check_own(state);
     const Config& c = s.weights->config;
     const LayerWeights& layer = s.layer(index);
     const auto n = [](auto value) { return static_cast<size_t>(value); };
@@ -337,6 +363,7 @@ void run_op(PySession& s, const std::string& name, int index,
     std::vector<Segment> segments;
     Ops& ops = s.session->ops();
     for (const auto& [state, ids] : parts) {
+        s.session->check_own(*state);
         const auto span = span_of(ids);
         state->prepare(static_cast<int64_t>(span.size()), ops);
         segments.push_back(
@@ -434,8 +461,9 @@ void bind_session(nb::module_& m) {
             "extend",
             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
                const nb::object& interrupt) {
-                const Progress report = progress_of(progress);
-                const Interrupt check = interrupt_of(interrupt);
+                const Call call(s);
+                const Progress report = progress_of(progress, s.ending);
+                const Interrupt check = interrupt_of(interrupt, s.ending);
                 nb::gil_scoped_release no_gil;
                 s.session->extend(state, span_of(tokens), report, check);
             },
@@ -449,6 +477,7 @@ void bind_session(nb::module_& m) {
             "sample",
             [](PySession& s, State& state, const Sampling& sampling, const History* history,
                const std::optional<Mask>& allowed) {
+                const Call call(s);
                 nb::gil_scoped_release no_gil;
                 return s.session->sample(state, sampling, history ? *history : History(), span_of(allowed));
             },
@@ -461,6 +490,7 @@ void bind_session(nb::module_& m) {
             "step",
             [](PySession& s, State& state, int32_t token, const Sampling& sampling, History& history,
                const std::optional<Mask>& allowed) {
+                const Call call(s);
                 nb::gil_scoped_release no_gil;
                 return s.session->step(state, token, sampling, history, span_of(allowed));
             },
@@ -489,8 +519,9 @@ void bind_session(nb::module_& m) {
             "logits",
             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
                const nb::object& interrupt) {
-                const Progress report = progress_of(progress);
-                const Interrupt check = interrupt_of(interrupt);
+                const Call call(s);
+                const Progress report = progress_of(progress, s.ending);
+                const Interrupt check = interrupt_of(interrupt, s.ending);
                 FloatArray out = new_array({tokens.shape(0), static_cast<size_t>(s.weights->config.vocab)});
                 nb::gil_scoped_release no_gil;
                 s.session->logits(state, span_of(tokens), out.data(), report, check);
@@ -504,6 +535,7 @@ void bind_session(nb::module_& m) {
         .def(
             "last_logits",
             [](PySession& s, const State& state) {
+                s.session->check_own(state);
                 if (!state.has_logits()) throw std::invalid_argument("the state holds no token's logits");
                 const auto vocab = static_cast<size_t>(s.weights->config.vocab);
                 FloatArray out = new_array({vocab});
@@ -525,6 +557,10 @@ void bind_session(nb::module_& m) {
                 return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
+        .def(
+            "_end", [](PySession& s) { s.ending = true; },
+            "Let calls under way end their threads at their next chance.")
+        .def_prop_ro("_calls", [](PySession& s) { return s.calls.load(); })
         .def("_finish", [](PySession& s) { s.session->ops().finish(); })
         .def(
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },

@@ -41,18 +41,28 @@ Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> op
     : weights_(std::move(weights)),
       ops_(std::move(ops)),
       layout_(weights_->config, kv, ops_->recurrent_copies()),
-      chunk_(chunk) {}
+      chunk_(chunk) {
+    static std::atomic<uint64_t> made{0};
+    layout_.session = ++made;
+}
+
+void Session::check_own(const State& state) const {
+    LILY_CHECK(std::invalid_argument, state.layout().session == layout_.session,
+               "state: wanted one of this session, got another's. Take the tokens in anew.");
+}
 
 State Session::new_state() const {
     return State(layout_, *ops_);
 }
 
 State Session::fork(const State& state) {
+    check_own(state);
     const Turn turn(*this);
     return state;
 }
 
 void Session::check(const State& state, std::span<const int32_t> tokens) const {
+    check_own(state);
     const Config& c = weights_->config;
     const auto length = static_cast<int64_t>(tokens.size());
     LILY_CHECK(ContextError, state.length() + length <= c.max_positions,
@@ -126,6 +136,7 @@ void Session::logits(State& state, std::span<const int32_t> tokens, float* out, 
 }
 
 std::span<const float> Session::logits_of(const State& state) const {
+    check_own(state);
     LILY_CHECK(std::invalid_argument, state.has_logits(),
                "nothing to continue: the state holds no token's logits");
     return {state.logits(), static_cast<size_t>(weights_->config.vocab)};

@@ -26,7 +26,8 @@ class Session {
     Ops& ops() { return *ops_; }
 
     State new_state() const;
-    State fork(const State& state);  // state.fork() that waits for a pass in progress
+    void check_own(const State& state) const;  // throws std::invalid_argument for another session's
+    State fork(const State& state);            // state.fork() that waits for a pass in progress
 
     // Takes tokens in, chunk by chunk on the absolute position grid; the state then holds the last token's
     // logits. If it throws, from between chunks or between a chunk's layers, the state is as it was after the

@@ -33,7 +33,8 @@ struct StateLayout {
     size_t recurrent = 0;  // bytes of all layers' conv and delta states
     size_t logits = 0;     // bytes of (V) f32
     int delta_layers = 0;
-    int copies = 1;  // of the recurrent states; with two, a pass reads one and writes the other
+    uint64_t session = 0;  // whose states these are: no other may read them
+    int copies = 1;        // of the recurrent states; with two, a pass reads one and writes the other
 };
 
 class State {

@@ -99,7 +99,8 @@ def test_any_chunking_gives_the_same_bits(cuts, chunk):
     wanted = whole.logits(one, tokens)
     got = np.concatenate([parts.logits(other, part) for part in np.split(tokens, sorted(cuts))])
     assert np.array_equal(got, wanted)
-    assert_same_states(whole, one, other, 4)
+    for left, right in zip(states_of(whole, one, 4), states_of(parts, other, 4), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("simd", code_paths())
@@ -246,6 +247,24 @@ def test_progress_counts_up_to_the_total():
     seen = []
     session.extend(session.new_state(), random_tokens(40), lambda done, total: seen.append((done, total)))
     assert seen == [(16, 40), (32, 40), (40, 40)]
+
+
+def test_a_state_of_another_session_is_refused(tiny):
+    other = make_session("tiny", kv="f32")
+    state = tiny.new_state()
+    tiny.extend(state, random_tokens(5))
+    wanted = "state: wanted one of this session, got another's"
+    for use in (
+        lambda: other.extend(state, random_tokens(3)),
+        lambda: other.fork(state),
+        lambda: other.sample(state, _core.Sampling()),
+        lambda: other.last_logits(state),
+        lambda: other.layer_state(state, 0),
+        lambda: other._run("gdn_mix", 0, [(state, random_tokens(1))]),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            use()
+    assert state.length == 5
 
 
 def test_an_empty_state_has_nothing_to_continue(tiny):

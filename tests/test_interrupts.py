@@ -177,3 +177,19 @@ def test_a_command_ends_with_130(arguments: list[str], method: str, seconds: flo
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert (done.stdout.strip() != "") == (arguments[1:] == ENDLESS)  # it was writing, or was not
+
+
+@pytest.mark.parametrize(
+    "work", ["model.generate('x', max_tokens=3000, seed=1, stop_tokens=())", "model.logits([1] * 4000)"]
+)
+def test_the_interpreter_ends_while_a_daemon_thread_is_at_work(work: str) -> None:
+    program = f"""
+import threading, time
+import lily
+
+model = lily.Model.load(lily.DEMO)
+threading.Thread(target=lambda: {work}, daemon=True).start()
+time.sleep(0.3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -3,8 +3,10 @@
 Nobody may after close(), and nobody in a forked child, whose copy of the core has lost its threads.
 """
 
+import atexit
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -62,6 +64,7 @@ class Engine:
         self.defaults = Sampling.load(folder)
         self._session: _core.Session | None = _core.Session(weights, options)
         self._gone = ""
+        self._ending = False
         _engines.add(self)
 
     @property
@@ -69,6 +72,8 @@ class Engine:
         """The core's session; LilyError if it can't be used any more."""
         session = self._session  # read once: another thread may close it at any moment
         if session is None:
+            if self._ending:
+                raise SystemExit  # ends the thread that asks, without a word
             raise LilyError(self._gone)
         return session
 
@@ -193,5 +198,19 @@ def _lose_sessions() -> None:
             )
 
 
+def _end_sessions() -> None:
+    """Before the interpreter ends, let daemon threads out of the core: later they would be torn out of it."""
+    sessions = [session for engine in list(_engines) if (session := engine._session) is not None]
+    for engine in list(_engines):
+        engine.close()
+        engine._ending = True
+    for session in sessions:
+        session._end()
+    patience = time.monotonic() + 10
+    while any(session._calls for session in sessions) and time.monotonic() < patience:
+        time.sleep(0.005)
+
+
+atexit.register(_end_sessions)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_lose_sessions)
