@@ -105,6 +105,8 @@ void Options::check() const {
     one_of("simd", simd, "auto avx512 avx2 plain");
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("matmul_rows", matmul_rows, 2, 65537);
+    one_of("expert_tile", text_of(expert_tile), "0 16 32");
 }
 
 Options options_from_environment() {

@@ -16,6 +16,8 @@ namespace lily {
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16 or f32.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
+    X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
+    X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.") \
     X(std::string,  kernels,       "",      "Library of GPU kernels for device sim, made by `make kernels`.")
 // clang-format on
 

@@ -57,6 +57,46 @@ struct MoeDown {
     uint experts_per_token;
 };
 
+// Rows normed before many of them are multiplied.
+struct NormRows {
+    uint width;     // of a row
+    uint y_stride;  // gated: floats between rows of y
+    uint head_dim;  // gated: of the heads that are normed
+    float epsilon;
+};
+
+// Many rows at a time, for prompts: the product of x with a matrix, and with two that SwiGLU joins.
+struct Matmul {
+    Matrix matrix;
+    uint tokens;
+    uint x_stride;  // numbers between rows of x
+    uint add;       // whether y is added to
+};
+
+struct MatmulSwiglu {
+    Matrix gate, up;
+    uint tokens;
+};
+
+// A prompt's assignments, K experts a token, sorted by expert: assignment t K + k is token t's k-th expert.
+struct MoeSort {
+    uint assignments;
+    uint experts;
+    uint runs;                   // of kSortRun assignments
+    uint tile_rows;              // the most that a tile holds
+    uint up_blocks, down_blocks; // threadgroups that a tile takes
+};
+
+// The rows of one expert that a threadgroup takes: sorted assignments [first, first + rows).
+struct Tile {
+    uint expert, first, rows;
+};
+
+struct MoeCombine {
+    uint width;  // D
+    uint experts_per_token;
+};
+
 struct GdnMix {
     uint tokens;
     uint key_heads, value_heads, key_dim, value_dim, taps;

@@ -1,4 +1,5 @@
 // The sparse mixture of experts, one row at a time.
+#include "choose.h"
 #include "norm.h"
 #include "quant.h"
 
@@ -7,7 +8,6 @@ using namespace lily;
 namespace {
 
 constant constexpr ushort kMaxSimds = 32;
-constant constexpr ushort kMaxChosen = 32;  // experts of a token
 
 // out[row + r] = silu(Gate[row + r] . h) (Up[row + r] . h) for up to four rows; `first` offsets the rows in
 // the matrices.
@@ -18,34 +18,6 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
     row_dots(up, up_shape, first + row, rows, h, lane, u);
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) out[row + r] = silu(g[r]) * u[r];
-}
-
-// The K largest of E logits, best first, ties to the lower id, by one SIMD-group. logits are overwritten.
-METAL_FUNC void choose(threadgroup float* logits, uint E, uint K, ushort lane, threadgroup uint* expert,
-                       threadgroup float* weight) {
-    float best = 0, total = 0;
-    for (uint k = 0; k < K; ++k) {
-        float value = -INFINITY;
-        uint id = E;
-        for (uint e = lane; e < E; e += kSimd)
-            if (logits[e] > value) {
-                value = logits[e];
-                id = e;
-            }
-        const float largest = simd_max(value);
-        const uint chosen = simd_min(value == largest ? id : E);
-        if (k == 0) best = largest;
-        const float share = precise::exp(largest - best);
-        total += share;
-        simdgroup_barrier(mem_flags::mem_threadgroup);  // all have read before one writes
-        if (lane == 0) {
-            expert[k] = chosen;
-            weight[k] = share;
-            logits[chosen] = -INFINITY;
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    for (uint k = lane; k < K; k += kSimd) weight[k] /= total;
 }
 
 }  // namespace

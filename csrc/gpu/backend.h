@@ -2,7 +2,9 @@
 // and declares what each dispatch reads and writes; the recorder turns that into barriers.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "gpu/recorder.h"
@@ -57,6 +59,29 @@ class GpuOps final : public Ops {
     static size_t bytes_of_rows(const Tensor& activation, int64_t rows) {
         return static_cast<size_t>(rows * activation.shape[1]) * bytes_of(activation.dtype);
     }
+
+    // Products of many rows: gpu/matmul.cpp.
+    struct Rows {
+        const void* data;
+        size_t bytes;
+        uint32_t stride;  // numbers between rows
+        DType type;       // bf16 or f32
+    };
+    bool tiled(const Batch&) const;
+    static uint32_t block_rows(uint32_t T);
+    static uint32_t threads_of_block(uint32_t rows);
+    void norm_rows(const Tensor& norm, uint32_t T, void* h, DType type);
+    void multiply(const Linear&, const Rows& x, uint32_t T, float* y, bool add = false);
+    void project(const Tensor& norm, uint32_t T,
+                 std::initializer_list<std::pair<const Linear*, const Tensor*>> list);
+
+    // Experts of many rows: gpu/moe.cpp.
+    void allocate_experts();
+    uint32_t most_tiles(uint32_t T) const;
+    void sort_assignments(const LayerWeights&, uint32_t T);
+    void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
+    void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
+
     std::vector<Binding> pages_from(int64_t position, const Segment&, const args::Attention&,
                                     bool written) const;
     void place(const AttentionWeights&, const Segment&, const args::Attention&, std::byte** table);
@@ -65,7 +90,9 @@ class GpuOps final : public Ops {
     const Config c_;
     const Options options_;
     const DType kv_;
-    const int rows_;  // the largest T
+    const int rows_;              // the largest T
+    const uint32_t expert_rows_;  // the most rows of an expert that a threadgroup takes
+    bool fits_tiles_ = true;      // whether every product of the layers sums over a multiple of 64
     std::unique_ptr<Device> device_;
     Recorder recorder_;
 
@@ -77,6 +104,14 @@ class GpuOps final : public Ops {
     float* turns_ = nullptr;       // (T, R / 2, 2): cosine and sine of each row's position
     float* partial_ = nullptr;     // (rows of a pass, H, spans of the longest context, Dh + 2)
     float* logits_ = nullptr;      // (rows at a time, V)
+    void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
+    uint32_t* order_ = nullptr;    // (T K): assignments sorted by expert
+    uint32_t* counts_ = nullptr;   // (runs of assignments, E)
+    args::Tile* tiles_ = nullptr;  // (tiles)
+    uint32_t* grids_ = nullptr;    // (2, 3): threadgroups of moe_up_tiles and of moe_down_tiles
+    void* part_ = nullptr;         // (T, K, D) bf16: what the experts give
+    float* shared_out_ = nullptr;  // (T, D): what the shared expert gives
+    int sorted_layer_ = -1;        // whose assignments order_ has
     std::byte** pages_ = nullptr;  // (sequences, pages of the longest context): their addresses
     int64_t spans_ = 0;            // of the longest context
     int64_t pages_of_sequence_ = 0;

@@ -20,12 +20,13 @@ struct Binding {
 
 struct Dispatch {
     std::string kernel;
-    uint32_t groups[3] = {1, 1, 1};         // threadgroups
+    uint32_t groups[3] = {1, 1, 1};         // threadgroups; with `indirect`, the most that there can be
     uint32_t threads = 32;                  // of a threadgroup, in one dimension
     std::span<const std::byte> args;        // buffer 0
     std::span<const Binding> buffers;       // buffers 1, 2, ...
     std::span<const uint32_t> threadgroup;  // bytes of each threadgroup argument
     std::span<const Binding> reached;       // memory whose addresses lie in one of the buffers
+    const uint32_t* indirect = nullptr;     // (3): the threadgroups, where an earlier dispatch wrote them
 };
 
 struct Device {

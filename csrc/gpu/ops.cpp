@@ -5,90 +5,18 @@
 
 #include "error.h"
 #include "gpu/backend.h"
+#include "gpu/launch.h"
 
 namespace lily {
 
 namespace {
 
-constexpr uint32_t kSimd = 32;        // lanes of a SIMD-group
-constexpr uint32_t kSimds = 8;        // SIMD-groups of a threadgroup that multiplies
-constexpr uint32_t kRowsOfSimd = 4;   // outputs that a SIMD-group takes: metal/quant.h
 constexpr uint32_t kValues = 64;      // rows of S that a threadgroup takes: metal/gdn.metal
 constexpr int64_t kSpan = 2048;       // positions of one attention result: metal/attention.metal
 constexpr uint32_t kHeadsOfSimd = 4;  // query heads that share a load of keys: metal/attention.metal
 constexpr int kRowsOfPass = 8;        // rows whose attention results are held at a time
 constexpr int kLogitRows = 32;
 constexpr int kSequences = 64;                   // sequences of a batch
-constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
-
-// What a dispatch binds, in the order of the kernel's arguments.
-class Buffers {
-   public:
-    Buffers& read(const void* data, size_t bytes) { return add({data, bytes, false}); }
-    Buffers& write(void* data, size_t bytes) { return add({data, bytes, true}); }
-    Buffers& read(const Tensor& t) { return read(t.data, t.bytes()); }
-    Buffers& weights(const Linear& w) {
-        const Tensor &scales = w.bits ? w.scales : w.weight, &biases = w.bits ? w.biases : w.weight;
-        return read(w.weight).read(scales).read(biases);
-    }
-    std::span<const Binding> list() const { return {list_.data(), count_}; }
-
-   private:
-    Buffers& add(const Binding& binding) {
-        list_[count_++] = binding;
-        return *this;
-    }
-    std::array<Binding, 30> list_ = {};
-    size_t count_ = 0;
-};
-
-uint32_t type_of(DType dtype) {
-    return dtype == DType::bf16 ? args::kBf16 : dtype == DType::f16 ? args::kF16 : args::kF32;
-}
-
-// rows: of one expert where experts are stacked.
-args::Matrix matrix(const Linear& w, int64_t rows = 0) {
-    return {static_cast<uint32_t>(rows ? rows : w.rows), static_cast<uint32_t>(w.columns),
-            static_cast<uint32_t>(w.bits), type_of(w.bits ? w.scales.dtype : w.weight.dtype)};
-}
-
-uint32_t blocks_of(const args::Matrix& m) {
-    return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd;
-}
-
-uint32_t groups_for(uint32_t blocks) {
-    return (blocks + kSimds - 1) / kSimds;
-}
-
-struct Launch {
-    const char* kernel;
-    std::array<uint32_t, 3> groups;
-    uint32_t threads = kSimds * kSimd;
-    std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
-    std::span<const Binding> reached = {};
-};
-
-template <class Args>
-void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffers& buffers) {
-    size_t arguments = 0;
-    uint32_t bytes = 0;
-    for (uint32_t size : launch.threadgroup) {
-        arguments += size != 0;
-        bytes += size;
-    }
-    LILY_CHECK(DeviceError, bytes <= kMaxThreadgroup - 2048,
-               "%s: needs %u bytes of threadgroup memory, a GPU has %u. This model is too wide for the GPU "
-               "kernels; use "
-               "device=\"cpu\".",
-               launch.kernel, bytes, kMaxThreadgroup);
-    recorder.dispatch({.kernel = launch.kernel,
-                       .groups = {launch.groups[0], launch.groups[1], launch.groups[2]},
-                       .threads = launch.threads,
-                       .args = {reinterpret_cast<const std::byte*>(&args), sizeof args},
-                       .buffers = buffers.list(),
-                       .threadgroup = {launch.threadgroup.data(), arguments},
-                       .reached = launch.reached});
-}
 
 // The smallest variant of a kernel whose lanes hold at least `wanted` numbers each.
 template <size_t N>
@@ -107,10 +35,14 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       options_(options),
       kv_(kv),
       rows_(rows),
+      expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
       recorder_(*device_),
       sample_scratch_(c_.vocab) {
     const Config& c = c_;
+    for (int columns :
+         {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
+        fits_tiles_ = fits_tiles_ && columns % kSlabColumns == 0;
     const int64_t T = rows_;
     constexpr DType f32 = DType::f32, i32 = DType::i32;
 #define LILY_FIELD(name, width, type) a_.name = Tensor(scratch(T * (width)), type, {T, width});
@@ -124,6 +56,8 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
     partial_ = scratch(kRowsOfPass * c.heads * spans_ * (c.head_dim + 2));
     logits_ = scratch(int64_t{kLogitRows} * c.vocab);
     pages_ = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
+    rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
+    allocate_experts();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
     upload(weights);
@@ -179,6 +113,7 @@ void GpuOps::begin(const Batch& batch) {
     LILY_CHECK(std::invalid_argument, batch.segments.size() <= kSequences,
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
     recorder_.finish();
+    sorted_layer_ = -1;
     std::copy(batch.tokens.begin(), batch.tokens.end(), tokens_);
     const auto turns = static_cast<int64_t>(frequency_.size());
     for (size_t s = 0; s < batch.segments.size(); ++s) {
@@ -232,6 +167,9 @@ int32_t GpuOps::sample(std::span<const float> logits, const Sampling& sampling, 
 void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     const GdnWeights& w = here(layer).gdn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    if (tiled(batch))
+        return project(layer.input_norm, T,
+                       {{&w.in_qkv, &a_.qkv}, {&w.in_z, &a_.z}, {&w.in_b, &a_.b}, {&w.in_a, &a_.a}});
     const args::NormProject p{{matrix(w.in_qkv), matrix(w.in_z), matrix(w.in_b), matrix(w.in_a)},
                               static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
@@ -288,6 +226,17 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     const auto T = static_cast<uint32_t>(batch.rows);
     const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]),
                          static_cast<uint32_t>(c_.value_dim), static_cast<float>(c_.norm_epsilon)};
+    if (tiled(batch)) {
+        const size_t bytes = size_t{T} * p.out.columns * sizeof(uint16_t);
+        run(recorder_, {.kernel = "gated_norm_rows", .groups = {T, 1, 1}},
+            args::NormRows{p.out.columns, p.y_stride, p.head_dim, p.epsilon},
+            Buffers()
+                .read(a_.y.data, bytes_of_rows(a_.y, T))
+                .read(a_.z.data, bytes_of_rows(a_.z, T))
+                .read(layer.gdn.norm)
+                .write(rounded_, bytes));
+        return multiply(out, {rounded_, bytes, p.out.columns, DType::bf16}, T, a_.x.as<float>(), true);
+    }
     run(recorder_,
         {.kernel = "gdn_out",
          .groups = {groups_for(blocks_of(p.out)), T, 1},
@@ -304,6 +253,7 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     const AttentionWeights& w = here(layer).attn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    if (tiled(batch)) return project(layer.input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
     const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
@@ -405,6 +355,9 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
     const Linear& out = here(layer).attn.out;
     const auto T = static_cast<uint32_t>(batch.rows);
     const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]), 0, 0};
+    if (tiled(batch))
+        return multiply(out, {a_.y.data, bytes_of_rows(a_.y, T), p.y_stride, DType::f32}, T,
+                        a_.x.as<float>(), true);
     run(recorder_,
         {.kernel = "attn_out",
          .groups = {groups_for(blocks_of(p.out)), T, 1},
@@ -413,64 +366,6 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
-}
-
-void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
-    const MoeWeights& w = here(layer).moe;
-    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate),
-                           matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
-    const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
-    run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
-        Buffers()
-            .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(layer.post_norm)
-            .weights(w.router)
-            .weights(w.shared_expert_gate)
-            .weights(w.shared_gate)
-            .weights(w.shared_up)
-            .write(a_.h.data, bytes_of_rows(a_.h, T))
-            .write(a_.router.data, bytes_of_rows(a_.router, T))
-            .write(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
-            .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
-}
-
-void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
-    const MoeWeights& w = here(layer).moe;
-    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
-                        static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
-    const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
-    run(recorder_,
-        {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
-        Buffers()
-            .read(a_.h.data, bytes_of_rows(a_.h, T))
-            .read(a_.router.data, bytes_of_rows(a_.router, T))
-            .weights(w.gate)
-            .weights(w.up)
-            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
-            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
-            .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
-}
-
-void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
-    const MoeWeights& w = here(layer).moe;
-    const auto T = static_cast<uint32_t>(batch.rows);
-    const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down),
-                          static_cast<uint32_t>(c_.experts_per_token)};
-    const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
-    run(recorder_,
-        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}},
-        p,
-        Buffers()
-            .read(a_.expert.data, bytes_of_rows(a_.expert, T))
-            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
-            .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
-            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
-            .read(a_.shared.data, bytes_of_rows(a_.shared, T))
-            .weights(w.down)
-            .weights(w.shared_down)
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 

@@ -15,15 +15,16 @@ bool Recorder::conflicts(const Binding& binding) const {
 
 void Recorder::dispatch(const Dispatch& dispatch) {
     bool waits = touched_.empty();  // the first dispatch begins a stage without a barrier
-    for (const auto& list : {dispatch.buffers, dispatch.reached})
+    const Binding grid = {dispatch.indirect, dispatch.indirect ? sizeof dispatch.groups : 0, false};
+    const auto lists = {dispatch.buffers, dispatch.reached, std::span(&grid, 1)};
+    for (const auto& list : lists)
         for (const Binding& binding : list) waits = waits || conflicts(binding);
     if (waits) {
         if (!touched_.empty()) device_.barrier();
         touched_.clear();
         ++stages_;
     }
-    for (const auto& list : {dispatch.buffers, dispatch.reached})
-        touched_.insert(touched_.end(), list.begin(), list.end());
+    for (const auto& list : lists) touched_.insert(touched_.end(), list.begin(), list.end());
     device_.dispatch(dispatch);
     ++dispatches_;
 }

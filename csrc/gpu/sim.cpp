@@ -65,6 +65,7 @@ class Simulator final : public Device {
         Launch launch;
         launch.kernel = kernel->second;
         std::copy_n(d.groups, 3, launch.groups);
+        launch.indirect = d.indirect;
         launch.threads[0] = d.threads;
         launch.bindings = bindings.data();
         launch.binding_count = static_cast<uint32_t>(bindings.size());

@@ -1,0 +1,93 @@
+// How GpuOps dispatches: what a kernel binds, and its launch.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "error.h"
+#include "gpu/recorder.h"
+#include "metal/args.h"
+#include "tensor.h"
+#include "weights.h"
+
+namespace lily {
+
+inline constexpr uint32_t kSimd = 32;        // lanes of a SIMD-group
+inline constexpr uint32_t kSimds = 8;        // SIMD-groups of a threadgroup that multiplies
+inline constexpr uint32_t kRowsOfSimd = 4;   // outputs that a SIMD-group takes: metal/quant.h
+inline constexpr uint32_t kSlabRows = 64;  // outputs of a threadgroup that multiplies in tiles: metal/matmul.h
+inline constexpr int kSlabColumns = 64;  // a multiple of which a tiled product sums over
+inline constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
+
+// What a dispatch binds, in the order of the kernel's arguments.
+class Buffers {
+   public:
+    Buffers& read(const void* data, size_t bytes) { return add({data, bytes, false}); }
+    Buffers& write(void* data, size_t bytes) { return add({data, bytes, true}); }
+    Buffers& read(const Tensor& t) { return read(t.data, t.bytes()); }
+    Buffers& weights(const Linear& w) {
+        const Tensor &scales = w.bits ? w.scales : w.weight, &biases = w.bits ? w.biases : w.weight;
+        return read(w.weight).read(scales).read(biases);
+    }
+    std::span<const Binding> list() const { return {list_.data(), count_}; }
+
+   private:
+    Buffers& add(const Binding& binding) {
+        list_[count_++] = binding;
+        return *this;
+    }
+    std::array<Binding, 30> list_ = {};
+    size_t count_ = 0;
+};
+
+inline uint32_t type_of(DType dtype) {
+    return dtype == DType::bf16 ? args::kBf16 : dtype == DType::f16 ? args::kF16 : args::kF32;
+}
+
+// rows: of one expert where experts are stacked.
+inline args::Matrix matrix(const Linear& w, int64_t rows = 0) {
+    return {static_cast<uint32_t>(rows ? rows : w.rows), static_cast<uint32_t>(w.columns),
+            static_cast<uint32_t>(w.bits), type_of(w.bits ? w.scales.dtype : w.weight.dtype)};
+}
+
+inline uint32_t blocks_of(const args::Matrix& m) {
+    return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd;
+}
+
+inline uint32_t groups_for(uint32_t blocks) {
+    return (blocks + kSimds - 1) / kSimds;
+}
+
+struct Launch {
+    const char* kernel;
+    std::array<uint32_t, 3> groups;
+    uint32_t threads = kSimds * kSimd;
+    std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
+    std::span<const Binding> reached = {};
+    const uint32_t* indirect = nullptr;  // see Dispatch
+};
+
+template <class Args>
+void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffers& buffers) {
+    size_t arguments = 0;
+    uint32_t bytes = 0;
+    for (uint32_t size : launch.threadgroup) {
+        arguments += size != 0;
+        bytes += size;
+    }
+    LILY_CHECK(DeviceError, bytes <= kMaxThreadgroup - 2048,
+               "%s: needs %u bytes of threadgroup memory, a GPU has %u. This model is too wide for the GPU "
+               "kernels; use "
+               "device=\"cpu\".",
+               launch.kernel, bytes, kMaxThreadgroup);
+    recorder.dispatch({.kernel = launch.kernel,
+                       .groups = {launch.groups[0], launch.groups[1], launch.groups[2]},
+                       .threads = launch.threads,
+                       .args = {reinterpret_cast<const std::byte*>(&args), sizeof args},
+                       .buffers = buffers.list(),
+                       .threadgroup = {launch.threadgroup.data(), arguments},
+                       .reached = launch.reached,
+                       .indirect = launch.indirect});
+}
+
+}  // namespace lily

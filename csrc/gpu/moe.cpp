@@ -1,0 +1,194 @@
+// GpuOps: the mixture of experts. A few rows go through it one at a time; a prompt's are sorted by expert.
+#include <algorithm>
+
+#include "gpu/backend.h"
+#include "gpu/launch.h"
+
+namespace lily {
+
+namespace {
+
+constexpr int64_t kSortRun = 256;  // assignments that a threadgroup of the sort takes: metal/experts.metal
+
+uint32_t ceil_div(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
+
+}  // namespace
+
+// Memory for the sort of a pass's assignments, and for what the experts give before it is added up.
+void GpuOps::allocate_experts() {
+    const int64_t assignments = int64_t{rows_} * c_.experts_per_token;
+    const int64_t tiles = most_tiles(static_cast<uint32_t>(rows_));
+    static_assert(sizeof(args::Tile) % sizeof(float) == 0);
+    order_ = reinterpret_cast<uint32_t*>(scratch(assignments));
+    counts_ = reinterpret_cast<uint32_t*>(scratch(ceil_div(assignments, kSortRun) * int64_t{c_.experts}));
+    tiles_ = reinterpret_cast<args::Tile*>(scratch(tiles * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
+    grids_ = reinterpret_cast<uint32_t*>(scratch(6));
+    part_ = scratch((assignments * c_.hidden + 1) / 2);
+    shared_out_ = scratch(int64_t{rows_} * c_.hidden);
+}
+
+void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate), matrix(w.shared_up),
+                           static_cast<float>(c_.norm_epsilon)};
+    if (tiled(batch)) {
+        norm_rows(layer.post_norm, T, a_.h.data, DType::f32);
+        const Rows h{a_.h.data, bytes_of_rows(a_.h, T), D, DType::f32};
+        multiply(w.router, h, T, a_.router.as<float>());
+        multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
+        const uint32_t rows = block_rows(T);
+        const std::string kernel = "matmul_swiglu_" + std::to_string(rows);
+        const args::MatmulSwiglu swiglu{p.shared_gate, p.shared_up, T};
+        run(recorder_,
+            {.kernel = kernel.c_str(),
+             .groups = {ceil_div(c_.shared_width, kSlabRows / 2), ceil_div(T, rows), 1},
+             .threads = threads_of_block(rows)},
+            swiglu,
+            Buffers()
+                .read(h.data, h.bytes)
+                .weights(w.shared_gate)
+                .weights(w.shared_up)
+                .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
+        return;
+    }
+    const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
+    run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+        Buffers()
+            .read(a_.x.data, bytes_of_rows(a_.x, T))
+            .read(layer.post_norm)
+            .weights(w.router)
+            .weights(w.shared_expert_gate)
+            .weights(w.shared_gate)
+            .weights(w.shared_up)
+            .write(a_.h.data, bytes_of_rows(a_.h, T))
+            .write(a_.router.data, bytes_of_rows(a_.router, T))
+            .write(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
+}
+
+void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
+    const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
+                        static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
+    if (tiled(batch)) return moe_up_tiles(layer, p, T);
+    const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
+    run(recorder_,
+        {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
+        Buffers()
+            .read(a_.h.data, bytes_of_rows(a_.h, T))
+            .read(a_.router.data, bytes_of_rows(a_.router, T))
+            .weights(w.gate)
+            .weights(w.up)
+            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
+}
+
+void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
+    const MoeWeights& w = here(layer).moe;
+    const auto T = static_cast<uint32_t>(batch.rows);
+    const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down), static_cast<uint32_t>(c_.experts_per_token)};
+    if (tiled(batch)) return moe_down_tiles(layer, p, T);
+    const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
+    run(recorder_,
+        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}}, p,
+        Buffers()
+            .read(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
+            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .read(a_.shared.data, bytes_of_rows(a_.shared, T))
+            .weights(w.down)
+            .weights(w.shared_down)
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+// Sorts the assignments of T tokens by expert, unless moe_up has done so for this layer in this pass: on the device, in order_,
+// with the tiles that work them off in tiles_ and the grids of those in grids_.
+void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
+    if (sorted_layer_ == layer.number) return;
+    sorted_layer_ = layer.number;
+    const auto E = static_cast<uint32_t>(c_.experts), assignments = T * static_cast<uint32_t>(c_.experts_per_token);
+    const uint32_t runs = ceil_div(assignments, kSortRun);
+    const args::MoeSort p{assignments, E, runs, expert_rows_, ceil_div(c_.expert_width, kSlabRows / 2),
+                          ceil_div(c_.hidden, kSlabRows)};
+    const size_t counts = size_t{runs} * E * sizeof(uint32_t);
+    run(recorder_, {.kernel = "moe_sort_count", .groups = {runs, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
+        Buffers().read(a_.expert.data, bytes_of_rows(a_.expert, T)).write(counts_, counts));
+    run(recorder_, {.kernel = "moe_sort_plan", .groups = {1, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
+        Buffers()
+            .write(counts_, counts)
+            .write(tiles_, most_tiles(T) * sizeof(args::Tile))
+            .write(grids_, 6 * sizeof(uint32_t)));
+    run(recorder_, {.kernel = "moe_sort_place", .groups = {runs, 1, 1}, .threads = kSortRun}, p,
+        Buffers()
+            .read(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .read(counts_, counts)
+            .write(order_, assignments * sizeof(uint32_t)));
+}
+
+// Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each expert.
+uint32_t GpuOps::most_tiles(uint32_t T) const {
+    const uint32_t assignments = T * static_cast<uint32_t>(c_.experts_per_token);
+    return assignments / expert_rows_ + std::min(static_cast<uint32_t>(c_.experts), assignments);
+}
+
+void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const size_t rounded = size_t{T} * p.gate.columns * sizeof(uint16_t);
+    run(recorder_, {.kernel = "moe_up_choose", .groups = {T, 1, 1}, .threads = 4 * kSimd, .threadgroup = {4 * p.experts}}, p,
+        Buffers()
+            .read(a_.h.data, bytes_of_rows(a_.h, T))
+            .read(a_.router.data, bytes_of_rows(a_.router, T))
+            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .write(rounded_, rounded));
+    sort_assignments(layer, T);
+    const std::string kernel = "moe_up_tiles_" + std::to_string(expert_rows_);
+    run(recorder_,
+        {.kernel = kernel.c_str(),
+         .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
+         .threads = threads_of_block(expert_rows_),
+         .indirect = grids_},
+        p,
+        Buffers()
+            .read(rounded_, rounded)
+            .read(order_, T * p.experts_per_token * sizeof(uint32_t))
+            .read(tiles_, most_tiles(T) * sizeof(args::Tile))
+            .weights(w.gate)
+            .weights(w.up)
+            .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
+}
+
+void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const uint32_t D = p.down.rows, K = p.experts_per_token;
+    sort_assignments(layer, T);
+    const size_t part = size_t{T} * K * D * sizeof(uint16_t), shared = size_t{T} * D * sizeof(float);
+    const std::string kernel = "moe_down_tiles_" + std::to_string(expert_rows_);
+    run(recorder_,
+        {.kernel = kernel.c_str(),
+         .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
+         .threads = threads_of_block(expert_rows_),
+         .indirect = grids_ + 3},
+        p,
+        Buffers()
+            .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
+            .read(order_, T * K * sizeof(uint32_t))
+            .read(tiles_, most_tiles(T) * sizeof(args::Tile))
+            .weights(w.down)
+            .write(part_, part));
+    const Rows hidden{a_.shared.data, bytes_of_rows(a_.shared, T), p.shared_down.columns, DType::f32};
+    multiply(w.shared_down, hidden, T, shared_out_);
+    run(recorder_, {.kernel = "moe_down_combine", .groups = {ceil_div(D, kSimds * kSimd), T, 1}}, args::MoeCombine{D, K},
+        Buffers()
+            .read(part_, part)
+            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .read(shared_out_, shared)
+            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+}  // namespace lily

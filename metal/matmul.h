@@ -1,0 +1,153 @@
+// The product of many rows with a matrix as it is stored: the loop that every prefill kernel shares. Weights become bfloat in
+// threadgroup memory, a slab of 64 rows and 64 columns at a time, and never exist expanded anywhere else.
+#pragma once
+
+#include "quant.h"
+#include "tile.h"
+
+namespace lily {
+
+constant constexpr ushort kSlabRows = 64;     // rows of W in a slab: outputs of a threadgroup
+constant constexpr ushort kSlabColumns = 64;  // columns of W in a slab: a group of quantised numbers
+constant constexpr ushort kSlabStride = kSlabColumns + 8;  // 16 bytes of padding spread the rows over memory banks
+constant constexpr ushort kSlabSize = kSlabRows * kSlabStride;
+
+// How a threadgroup divides its block of outputs: kSimdRows x kSimdColumns SIMD-groups, each with kRowTiles x kColumnTiles
+// tiles. Column tile c of a SIMD-group in column s is the slab's tile c * kSimdColumns + s, so that a SIMD-group has tiles of
+// the slab's first half and the ones 32 columns on, gate and up.
+template <ushort RowTiles, ushort SimdRows, ushort SimdColumns>
+struct Block {
+    static constant constexpr const ushort kRowTiles = RowTiles;
+    static constant constexpr const ushort kSimdRows = SimdRows;
+    static constant constexpr const ushort kSimdColumns = SimdColumns;
+    static constant constexpr const ushort kColumnTiles = kSlabRows / kTile / SimdColumns;
+    static constant constexpr const ushort kRows = RowTiles * SimdRows * kTile;
+    static constant constexpr const ushort kThreads = SimdRows * SimdColumns * kSimd;
+    static constant constexpr const ushort kNumbers = kSlabSize / kSlabStride * kSlabColumns / kThreads;  // a thread's share
+};
+
+using Block16 = Block<1, 1, 2>;
+using Block32 = Block<1, 2, 2>;
+using Block128 = Block<2, 4, 1>;  // a slab serves 128 rows: 64 accumulators a lane
+
+// Writes `count` consecutive numbers of a row, all of one group, as bfloat.
+template <ushort kBits, ushort kCount>
+METAL_FUNC void dequantise_words(Weights w, args::Matrix m, uint at, threadgroup bfloat* out) {
+    constexpr ushort kSlots = 32 / kBits;
+    constexpr uint kMask = (1u << kBits) - 1u;
+    const float scale = number(w.scales, m.type, at / kGroup), bias = number(w.biases, m.type, at / kGroup);
+    device const uint* words = (device const uint*)w.weight + at / kSlots;
+#pragma unroll
+    for (ushort i = 0; i < kCount / kSlots; ++i) {
+        const uint word = words[i];
+#pragma unroll
+        for (ushort j = 0; j < kSlots; ++j)
+            out[i * kSlots + j] = bfloat(fma(scale, float((word >> (kBits * j)) & kMask), bias));
+    }
+}
+
+template <ushort kCount>
+METAL_FUNC void dequantise(Weights w, args::Matrix m, uint row, uint column, threadgroup bfloat* out) {
+    const uint at = row * m.columns + column;
+    if (m.bits == 4) return dequantise_words<4, kCount>(w, m, at, out);
+    if (m.bits == 8) return dequantise_words<8, kCount>(w, m, at, out);
+    for (ushort i = 0; i < kCount; ++i) out[i] = bfloat(number(w.weight, m.type, at + i));
+}
+
+// What a slab's rows are. Rows past the last repeat it: their outputs are not written.
+struct OneMatrix {
+    Weights w;
+    args::Matrix m;
+    uint first, rows;  // W's row at the slab's row 0, and how many there are from it on
+
+    template <ushort kCount>
+    METAL_FUNC void fill(ushort row, uint column, threadgroup bfloat* out) const {
+        dequantise<kCount>(w, m, first + min(uint(row), rows - 1), column, out);
+    }
+};
+
+// The slab's first 32 rows come from one matrix, the others from the same rows of the other.
+struct TwoMatrices {
+    OneMatrix gate, up;
+
+    template <ushort kCount>
+    METAL_FUNC void fill(ushort row, uint column, threadgroup bfloat* out) const {
+        if (row < kSlabRows / 2) return gate.fill<kCount>(row, column, out);
+        up.fill<kCount>(row - kSlabRows / 2, column, out);
+    }
+};
+
+// Rows of the left matrix, wherever they lie: row r of the block starts at x[start[r]].
+template <class T>
+struct LeftRows {
+    device const T* x;
+    threadgroup const uint* start;
+
+    METAL_FUNC bfloat operator()(uint row, uint column) const { return bfloat(x[start[row] + column]); }
+};
+
+// The same rows as a tile sees them.
+template <class T>
+struct LeftTile {
+    LeftRows<T> rows;
+    uint row, column;
+
+    METAL_FUNC bfloat operator()(ushort r, ushort c) const { return rows(row + r, column + c); }
+};
+
+// A SIMD-group's share of the outputs, and where it lies.
+template <class B>
+struct Outputs {
+    Sum sum[B::kRowTiles][B::kColumnTiles];
+
+    METAL_FUNC static ushort row(ushort simd, ushort tile) {
+        return (simd / B::kSimdColumns * B::kRowTiles + tile) * kTile;
+    }
+    METAL_FUNC static ushort column(ushort simd, ushort tile) {
+        return (tile * B::kSimdColumns + simd % B::kSimdColumns) * kTile;
+    }
+};
+
+// out = left W^T over K columns, K a multiple of 64, by a whole threadgroup: `rows` rows of left, the slab's rows of W.
+// The threadgroup dequantises the next slab while it multiplies by this one, which makes one barrier a slab. Tiles without
+// rows are skipped. Sums run over k in order whatever the block, so a row's result depends on that row alone.
+template <class B, class T, class Matrices>
+METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Matrices w, uint K, threadgroup bfloat* slabs,
+                         ushort thread_index, ushort simd, ushort lane) {
+    constexpr ushort kThreadsOfRow = kSlabColumns / B::kNumbers;
+    const ushort slab_row = thread_index / kThreadsOfRow, slab_column = thread_index % kThreadsOfRow * B::kNumbers;
+    threadgroup bfloat* mine = slabs + slab_row * kSlabStride + slab_column;
+#pragma unroll
+    for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
+        for (ushort c = 0; c < B::kColumnTiles; ++c) out.sum[r][c].clear();
+
+    w.template fill<B::kNumbers>(slab_row, slab_column, mine);
+    for (uint k = 0; k < K; k += kSlabColumns) {
+        const ushort current = k / kSlabColumns % 2;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (k + kSlabColumns < K)
+            w.template fill<B::kNumbers>(slab_row, k + kSlabColumns + slab_column, mine + (1 - current) * kSlabSize);
+        threadgroup const bfloat* slab = slabs + current * kSlabSize;
+#pragma unroll
+        for (ushort depth = 0; depth < kSlabColumns; depth += kDepth) {
+            Left a[B::kRowTiles];
+#pragma unroll
+            for (ushort r = 0; r < B::kRowTiles; ++r) {
+                const ushort row = out.row(simd, r);
+                if (row < rows) a[r].set(LeftTile<T>{left, row, k + depth}, lane);
+            }
+#pragma unroll
+            for (ushort c = 0; c < B::kColumnTiles; ++c) {
+                if (out.row(simd, 0) >= rows) break;
+                Right b;
+                b.load_transposed(slab + out.column(simd, c) * kSlabStride + depth, kSlabStride);
+#pragma unroll
+                for (ushort r = 0; r < B::kRowTiles; ++r)
+                    if (out.row(simd, r) < rows) out.sum[r][c].add(a[r], b);
+            }
+        }
+    }
+}
+
+}  // namespace lily

@@ -1,0 +1,58 @@
+// What comes before a product of many rows: the same norms that decode kernels take in their prologues, as rows of their own.
+#include "norm.h"
+#include "quant.h"
+
+using namespace lily;
+
+namespace {
+
+constant constexpr ushort kMaxSimds = 32;
+
+}  // namespace
+
+// h = x / rms(x) * norm, a threadgroup a row, which reads it twice: the second time from its cache.
+template <class T>
+[[kernel]] void norm_rows(constant args::NormRows& p  [[buffer(0)]],
+                          device const float* x       [[buffer(1)]],  // (T, D)
+                          device const float* norm    [[buffer(2)]],  // (D)
+                          device T* h                 [[buffer(3)]],  // (T, D)
+                          uint t                      [[threadgroup_position_in_grid]],
+                          ushort thread_index         [[thread_index_in_threadgroup]],
+                          ushort simd                 [[simdgroup_index_in_threadgroup]],
+                          ushort simds                [[simdgroups_per_threadgroup]],
+                          ushort lane                 [[thread_index_in_simdgroup]]) {
+    threadgroup float partial[kMaxSimds];
+    const uint D = p.width, threads = uint(simds) * kSimd;
+    x += t * D;
+    h += t * D;
+    float squares = 0;
+    for (uint i = thread_index; i < D; i += threads) squares += x[i] * x[i];
+    const float scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(D) + p.epsilon);
+    for (uint i = thread_index; i < D; i += threads) h[i] = T(x[i] * scale * norm[i]);
+}
+
+template [[host_name("norm_rows_bf16")]] [[kernel]] decltype(norm_rows<bfloat>) norm_rows<bfloat>;
+template [[host_name("norm_rows_f32")]] [[kernel]] decltype(norm_rows<float>) norm_rows<float>;
+
+// h = silu(z) norm(y), the norm taken over each head. A threadgroup takes a row, a SIMD-group a head at a time.
+[[kernel]] void gated_norm_rows(constant args::NormRows& p  [[buffer(0)]],
+                                device const float* y       [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
+                                device const float* z       [[buffer(2)]],  // (T, Hv Dv)
+                                device const float* norm    [[buffer(3)]],  // (Dv)
+                                device bfloat* h            [[buffer(4)]],  // (T, Hv Dv)
+                                uint t                      [[threadgroup_position_in_grid]],
+                                ushort simd                 [[simdgroup_index_in_threadgroup]],
+                                ushort simds                [[simdgroups_per_threadgroup]],
+                                ushort lane                 [[thread_index_in_simdgroup]]) {
+    const uint width = p.width, Dv = p.head_dim;
+    y += t * p.y_stride;
+    z += t * width;
+    h += t * width;
+    for (uint head = simd * Dv; head < width; head += simds * Dv) {
+        float squares = 0;
+        for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
+        const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
+        for (uint i = lane; i < Dv; i += kSimd)
+            h[head + i] = bfloat(silu(z[head + i]) * (y[head + i] * scale * norm[i]));
+    }
+}
