@@ -161,7 +161,7 @@ struct StorePart {
 // gathering them by the sorted assignments; a slab holds 32 rows of Gate and the same of Up, dequantised once for the tile.
 // The grid is (blocks of 32 outputs, tiles), the tiles counted by moe_sort_plan.
 template <class B>
-[[kernel, max_total_threads_per_threadgroup(B::kThreads)]] void moe_up_tiles(
+[[kernel, max_total_threads_per_threadgroup(128)]] void moe_up_tiles(
     constant args::MoeUp& p          [[buffer(0)]],
     device const bfloat* h           [[buffer(1)]],  // (T, D)
     device const uint* order         [[buffer(2)]],  // (T K)
@@ -178,6 +178,7 @@ template <class B>
     ushort simd                      [[simdgroup_index_in_threadgroup]],
     ushort lane                      [[thread_index_in_simdgroup]]) {
     threadgroup bfloat slabs[2 * kSlabSize];
+    threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     threadgroup uint assignment[B::kRows];
     const args::Tile tile = tiles[group.y];
@@ -188,20 +189,21 @@ template <class B>
     }
 
     Outputs<B> out;
+    threadgroup float* stage = stages + simd * kStage;
     const uint row = tile.expert * F + column;
     const TwoMatrices w = {{{gate_weight, gate_scales, gate_biases}, p.gate, row, F - column},
                            {{up_weight, up_scales, up_biases}, p.up, row, F - column}};
-    multiply(out, LeftRows<bfloat>{h, start}, tile.rows, w, D, slabs, thread_index, simd, lane);
+    multiply(out, LeftRows<bfloat>{h, start}, tile.rows, w, D, slabs, stage, thread_index, simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],
-                StoreHidden{hidden, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, F}, lane);
+                StoreHidden{hidden, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, F}, stage, lane);
 }
 
 // part = Down hidden of the chosen experts. As moe_up_tiles, with 64 outputs a threadgroup.
 template <class B>
-[[kernel, max_total_threads_per_threadgroup(B::kThreads)]] void moe_down_tiles(
+[[kernel, max_total_threads_per_threadgroup(128)]] void moe_down_tiles(
     constant args::MoeDown& p       [[buffer(0)]],
     device const float* hidden      [[buffer(1)]],  // (T K, F)
     device const uint* order        [[buffer(2)]],  // (T K)
@@ -215,6 +217,7 @@ template <class B>
     ushort simd                     [[simdgroup_index_in_threadgroup]],
     ushort lane                     [[thread_index_in_simdgroup]]) {
     threadgroup bfloat slabs[2 * kSlabSize];
+    threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     threadgroup uint assignment[B::kRows];
     const args::Tile tile = tiles[group.y];
@@ -225,12 +228,13 @@ template <class B>
     }
 
     Outputs<B> out;
+    threadgroup float* stage = stages + simd * kStage;
     const OneMatrix w = {{weight, scales, biases}, p.down, tile.expert * D + column, D - column};
-    multiply(out, LeftRows<float>{hidden, start}, tile.rows, w, F, slabs, thread_index, simd, lane);
+    multiply(out, LeftRows<float>{hidden, start}, tile.rows, w, F, slabs, stage, thread_index, simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
-                StorePart{part, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, D}, lane);
+                StorePart{part, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, D}, stage, lane);
 }
 
 // x += sum over k of weight_k part_k + sigmoid(shared_gate) shared. The experts are added best first, whatever order they were

@@ -22,8 +22,9 @@ struct Block {
     static constant constexpr const ushort kSimdColumns = SimdColumns;
     static constant constexpr const ushort kColumnTiles = kSlabRows / kTile / SimdColumns;
     static constant constexpr const ushort kRows = RowTiles * SimdRows * kTile;
-    static constant constexpr const ushort kThreads = SimdRows * SimdColumns * kSimd;
-    static constant constexpr const ushort kNumbers = kSlabSize / kSlabStride * kSlabColumns / kThreads;  // a thread's share
+    static constant constexpr const ushort kSimds = SimdRows * SimdColumns;
+    static constant constexpr const ushort kThreads = kSimds * kSimd;
+    static constant constexpr const ushort kNumbers = kSlabRows * kSlabColumns / kThreads;  // a thread's share
 };
 
 using Block16 = Block<1, 1, 2>;
@@ -110,10 +111,10 @@ struct Outputs {
 
 // out = left W^T over K columns, K a multiple of 64, by a whole threadgroup: `rows` rows of left, the slab's rows of W.
 // The threadgroup dequantises the next slab while it multiplies by this one, which makes one barrier a slab. Tiles without
-// rows are skipped. Sums run over k in order whatever the block, so a row's result depends on that row alone.
+// rows are skipped. `stage` is this SIMD-group's. Sums run over k in order whatever the block, so a row's result depends on that row alone.
 template <class B, class T, class Matrices>
 METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Matrices w, uint K, threadgroup bfloat* slabs,
-                         ushort thread_index, ushort simd, ushort lane) {
+                         threadgroup float* stage, ushort thread_index, ushort simd, ushort lane) {
     constexpr ushort kThreadsOfRow = kSlabColumns / B::kNumbers;
     const ushort slab_row = thread_index / kThreadsOfRow, slab_column = thread_index % kThreadsOfRow * B::kNumbers;
     threadgroup bfloat* mine = slabs + slab_row * kSlabStride + slab_column;
@@ -128,14 +129,14 @@ METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Ma
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k + kSlabColumns < K)
             w.template fill<B::kNumbers>(slab_row, k + kSlabColumns + slab_column, mine + (1 - current) * kSlabSize);
-        threadgroup const bfloat* slab = slabs + current * kSlabSize;
+        threadgroup bfloat* slab = slabs + current * kSlabSize;
 #pragma unroll
         for (ushort depth = 0; depth < kSlabColumns; depth += kDepth) {
             Left a[B::kRowTiles];
 #pragma unroll
             for (ushort r = 0; r < B::kRowTiles; ++r) {
                 const ushort row = out.row(simd, r);
-                if (row < rows) a[r].set(LeftTile<T>{left, row, k + depth}, lane);
+                if (row < rows) a[r].set(LeftTile<T>{left, row, k + depth}, stage, lane);
             }
 #pragma unroll
             for (ushort c = 0; c < B::kColumnTiles; ++c) {

@@ -34,7 +34,7 @@ struct StoreSwiglu {
 // y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W is dequantised
 // once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
-[[kernel, max_total_threads_per_threadgroup(B::kThreads)]] void matmul(
+[[kernel, max_total_threads_per_threadgroup(128)]] void matmul(
     constant args::Matmul& p    [[buffer(0)]],
     device const T* x           [[buffer(1)]],  // (T, x_stride), W's columns of them used
     device const uchar* weight  [[buffer(2)]],  // (N, K) as stored
@@ -46,23 +46,25 @@ template <class B, class T>
     ushort simd                 [[simdgroup_index_in_threadgroup]],
     ushort lane                 [[thread_index_in_simdgroup]]) {
     threadgroup bfloat slabs[2 * kSlabSize];
+    threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     const uint first = group.y * B::kRows, column = group.x * kSlabRows, N = p.matrix.rows;
     for (ushort r = thread_index; r < B::kRows; r += B::kThreads) start[r] = min(first + r, p.tokens - 1) * p.x_stride;
 
     Outputs<B> out;
+    threadgroup float* stage = stages + simd * kStage;
     const OneMatrix w = {{weight, scales, biases}, p.matrix, column, N - column};
-    multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, thread_index, simd, lane);
+    multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, stage, thread_index, simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
-                Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0}, lane);
+                Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0}, stage, lane);
 }
 
 // y = silu(x Gate^T) (x Up^T). The slab holds 32 rows of each matrix and a SIMD-group the sums of both for the same outputs,
 // so that SwiGLU is done in registers. The grid is (blocks of 32 outputs, blocks of rows).
 template <class B>
-[[kernel, max_total_threads_per_threadgroup(B::kThreads)]] void matmul_swiglu(
+[[kernel, max_total_threads_per_threadgroup(128)]] void matmul_swiglu(
     constant args::MatmulSwiglu& p   [[buffer(0)]],
     device const float* x            [[buffer(1)]],  // (T, K)
     device const uchar* gate_weight  [[buffer(2)]],  // (N, K) as stored
@@ -77,18 +79,20 @@ template <class B>
     ushort simd                      [[simdgroup_index_in_threadgroup]],
     ushort lane                      [[thread_index_in_simdgroup]]) {
     threadgroup bfloat slabs[2 * kSlabSize];
+    threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     const uint first = group.y * B::kRows, column = group.x * kSlabRows / 2, N = p.gate.rows, K = p.gate.columns;
     for (ushort r = thread_index; r < B::kRows; r += B::kThreads) start[r] = min(first + r, p.tokens - 1) * K;
 
     Outputs<B> out;
+    threadgroup float* stage = stages + simd * kStage;
     const TwoMatrices w = {{{gate_weight, gate_scales, gate_biases}, p.gate, column, N - column},
                            {{up_weight, up_scales, up_biases}, p.up, column, N - column}};
-    multiply(out, LeftRows<float>{x, start}, p.tokens - first, w, K, slabs, thread_index, simd, lane);
+    multiply(out, LeftRows<float>{x, start}, p.tokens - first, w, K, slabs, stage, thread_index, simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(out.sum[r][c + B::kColumnTiles / 2],
-                               StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, lane);
+                               StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage, lane);
 }
 
 #define instantiate_matmul(type, name, rows)                                        \
