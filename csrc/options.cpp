@@ -18,6 +18,12 @@ std::string text_of(int value) {
 std::string text_of(const std::string& value) {
     return value;
 }
+std::string text_of(bool value) {
+    return value ? "true" : "false";
+}
+const char* type_of(bool) {
+    return "bool";
+}
 const char* type_of(int) {
     return "int";
 }
@@ -30,6 +36,13 @@ void parse(const std::string& name, const std::string& text, int& value) {
     const auto [rest, error] = std::from_chars(text.data(), end, value);
     if (error != std::errc() || rest != end || text.empty())
         throw std::invalid_argument("option " + name + ": wanted an integer, got '" + text + "'");
+}
+void parse(const std::string& name, const std::string& text, bool& value) {
+    std::string lower;
+    for (char c : text) lower += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    if (lower != "true" && lower != "false" && lower != "1" && lower != "0")
+        throw std::invalid_argument("option " + name + ": wanted true or false, got '" + text + "'");
+    value = lower == "true" || lower == "1";
 }
 void parse(const std::string&, const std::string& text, std::string& value) {
     value = text;
@@ -103,6 +116,10 @@ void Options::check() const {
     one_of("device", device, "auto cpu sim");
     one_of("kv", kv, "bf16 f32");
     one_of("simd", simd, "auto avx512 avx2 plain");
+    one_of("gdn_scan", gdn_scan, "registers packed chunked");
+    in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);
+    in_range("flash_from", flash_from, 0, 1 << 30);
+    in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
     in_range("matmul_rows", matmul_rows, 2, 65537);

@@ -16,9 +16,15 @@ namespace lily {
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16 or f32.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
+    X(std::string,  kernels,       "",      "Library of GPU kernels for device sim, made by `make kernels`.")  \
+    X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \
+    X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \
+    X(int,          fixed_blocks_from, 32768, "GPU decode: positions from which attention is cut into blocks of one size; 0 is never.") \
+    X(int,          flash_from,    32,      "GPU prefill: tokens from which attention goes through matrix tiles; 0 is never.") \
+    X(std::string,  gdn_scan,      "chunked", "GPU prefill: how the delta rule is scanned: registers, packed or chunked.") \
+    X(int,          gdn_scan_from, 32,      "GPU prefill: tokens from which the delta rule is scanned; 0 is never.")                 \
     X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
-    X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.") \
-    X(std::string,  kernels,       "",      "Library of GPU kernels for device sim, made by `make kernels`.")
+    X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
 // clang-format on
 
 struct Options {

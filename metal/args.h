@@ -1,9 +1,12 @@
 // The arguments of every kernel: included by the kernels and by csrc/gpu/ops.cpp, so that both sides see one
-// layout. All fields are 32 bits wide.
+// layout. All fields are 32 bits wide, but for addresses.
 #pragma once
 
-#ifndef __METAL_VERSION__
+#ifdef __METAL_VERSION__
+#define LILY_DEVICE device
+#else
 #include <cstdint>
+#define LILY_DEVICE
 #endif
 
 namespace lily {
@@ -97,23 +100,51 @@ struct MoeCombine {
     uint experts_per_token;
 };
 
-struct GdnMix {
+// A sequence of the batch: its tokens in this pass, and where its recurrent states lie, of all layers one after another.
+// A pass reads one copy and writes the other. Attention finds its pages in a table of their addresses.
+struct Sequence {
+    LILY_DEVICE float* now;   // (layers, conv (C - 1, channels) then S (Hv, Dv, Dk))
+    LILY_DEVICE float* next;  // the same
+    uint row;                 // of its first token, in the batch
     uint tokens;
+    uint position;  // of its first token
+    uint unused;
+};
+
+struct GdnMix {
     uint key_heads, value_heads, key_dim, value_dim, taps;
+    uint layer;  // among the Gated DeltaNet layers
+    uint state;  // floats of a layer's states
+    uint lead;   // rows of the first block of the position grid that come before this sequence's first token
     uint y_stride;
 };
 
 struct Attention {
-    uint tokens;
-    uint position;  // of the first token
+    uint tokens;   // rows of this dispatch
+    uint before;   // rows of the sequence before them in this pass
+    uint appends;  // 1: each row is a sequence of its own, and the dispatch writes its key and value
+    uint cleared;  // positions to clear after the last token
     uint heads, kv_heads, head_dim, rotary_dim;
     float epsilon;
-    uint kv_type;
-    uint plane;   // bytes of one layer's keys, or values, in a page
-    uint layer;   // among the attention layers
-    uint spans;   // results kept for each row and head
+    uint layer;       // among the attention layers
+    uint plane;       // numbers of one layer's keys, or values, in a page
+    uint pages;       // of a sequence's table
+    uint spans;       // results kept for each row and head
+    uint fixed_from;  // positions from which spans no longer grow; 0: never
     uint y_stride;
 };
+
+// Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees and on
+// nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on, kFixedSpan each.
+enum { kOneSpan = 256, kFixedSpan = 1024 };
+
+inline uint span_of(uint seen, uint fixed_from) {
+    if (fixed_from != 0 && seen >= fixed_from) return kFixedSpan;
+    if (seen <= kOneSpan) return kOneSpan;
+    uint span = 64;
+    while (span * 32 < seen) span *= 2;
+    return span;
+}
 
 }  // namespace args
 }  // namespace lily

@@ -1,6 +1,8 @@
-// Attention between its projections: q and k norms, RoPE and the append; split attention over spans of
-// positions; merge and gate. Keys and values lie in pages of 256 positions, (G, 256, Dh) each, of which a
-// table has the addresses.
+// Attention between its projections: q and k norms, RoPE and the append; attention over spans of positions, and their
+// merge; attention of many rows at once in matrix tiles; the gate. Keys and values lie in pages of 256 positions,
+// (G, 256, Dh) each, of which a table has the addresses. Every sum runs over a grid of positions that starts at 0 and
+// does not depend on the other rows of a dispatch, so a row's bits do not either.
+#include "fragment.h"
 #include "norm.h"
 #include "quant.h"
 
@@ -8,181 +10,412 @@ using namespace lily;
 
 namespace {
 
-constant constexpr uint kPage = 256;        // positions of a page
-constant constexpr uint kSpan = 2048;       // positions of one result: as csrc/gpu/ops.cpp counts them
-constant constexpr ushort kHeadsOfSimd = 4; // query heads that share a load of keys and values
-constant constexpr ushort kSimds = 4;       // SIMD-groups that share a span
+constant constexpr uint kPage = 256;     // positions of a page
+constant constexpr ushort kSimds = 4;    // SIMD-groups that share a span, or a block of rows
+constant constexpr ushort kKeys = 4;     // consecutive positions that a SIMD-group takes at a time
+constant constexpr ushort kRows = 32;    // rows times heads of a tile of queries
+constant constexpr ushort kBlock = 64;   // positions of a tile of keys: as csrc/gpu/attention.cpp clears them
 
 struct Page {
     device uchar* data;
 };
 
-METAL_FUNC float stored(device const uchar* p, uint type, uint i) { return number(p, type, i); }
+// A head's key at a position. Those of later positions of the page follow it; its value lies p.plane numbers further.
+template <typename KV>
+METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head, uint position) {
+    device KV* layer = (device KV*)pages[position / kPage].data + 2 * p.layer * p.plane;
+    return layer + (kv_head * kPage + position % kPage) * p.head_dim;
+}
 
-METAL_FUNC void keep(device uchar* p, uint type, uint i, float value) {
-    if (type == args::kBf16) {
-        ((device bfloat*)p)[i] = bfloat(value);
-    } else {
-        ((device float*)p)[i] = value;
+// A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N consecutive dimensions,
+// zeros past Dh. turns: (R / 2), cosine and sine of the row's position.
+template <ushort N>
+METAL_FUNC void normed(device const float* in, device const float* norm, device const float2* turns,
+                       constant args::Attention& p, ushort lane, thread float* out) {
+    const uint Dh = p.head_dim, half_turns = p.rotary_dim / 2;
+    float squares = 0;
+    for (ushort i = 0; i < N; ++i) {
+        const uint d = lane * N + i;
+        out[i] = d < Dh ? in[d] : 0.0f;
+        squares = fma(out[i], out[i], squares);
+    }
+    const float scale = precise::rsqrt(simd_sum(squares) / float(Dh) + p.epsilon);
+    for (ushort i = 0; i < N; ++i) {
+        const uint d = lane * N + i;
+        if (d >= Dh) continue;
+        out[i] = out[i] * scale * norm[d];
+        if (d >= p.rotary_dim) continue;
+        const bool low = d < half_turns;
+        const uint other = low ? d + half_turns : d - half_turns;
+        const float2 turn = turns[min(d, other)];
+        const float partner = in[other] * scale * norm[other];
+        out[i] = fma(out[i], turn.x, low ? -(partner * turn.y) : partner * turn.y);
     }
 }
 
-// The plane of keys of this layer in a page; that of values follows it.
-METAL_FUNC device uchar* keys_of(device const Page* pages, constant args::Attention& p, uint page) {
-    return pages[page].data + 2 * p.layer * p.plane;
+// A lane's N consecutive numbers of a row of Dh, zeros past its end: one 16-byte load if wide, which needs Dh = 32 N and
+// N = 8 numbers of 2 bytes.
+template <bool kWide, ushort N, typename T>
+METAL_FUNC void load(device const T* row, uint Dh, ushort lane, thread float* x) {
+    if (kWide) {
+        const uint4 words = ((device const uint4*)row)[lane];
+        for (ushort i = 0; i < 4; ++i) {  // a bfloat is the upper half of a float
+            x[2 * i] = as_type<float>(words[i] << 16);
+            x[2 * i + 1] = as_type<float>(words[i] & 0xffff0000u);
+        }
+    } else {
+        for (ushort i = 0; i < N; ++i) x[i] = lane * N + i < Dh ? float(row[lane * N + i]) : 0.0f;
+    }
 }
 
 }  // namespace
 
-// attn_mix, first part. A SIMD-group takes one head of one token: a query head is normed, turned and scaled
-// into query; a key/value head is normed, turned and written into its page. The grid is (H + G, T).
-[[kernel]] void attn_mix_place(constant args::Attention& p        [[buffer(0)]],
-                               device const float* qg             [[buffer(1)]],  // (T, H, 2, Dh)
-                               device const float* k              [[buffer(2)]],  // (T, G, Dh)
-                               device const float* v              [[buffer(3)]],  // (T, G, Dh)
-                               device const float* q_norm         [[buffer(4)]],  // (Dh)
-                               device const float* k_norm         [[buffer(5)]],  // (Dh)
-                               device const float2* turns         [[buffer(6)]],  // (T, R / 2): cosine and sine
-                               device const Page* pages           [[buffer(7)]],
-                               device float* query                [[buffer(8)]],  // (T, H, Dh)
-                               uint2 group                        [[threadgroup_position_in_grid]],
-                               ushort lane                        [[thread_index_in_simdgroup]]) {
-    const uint t = group.y, Dh = p.head_dim, half_turns = p.rotary_dim / 2;
-    const bool is_query = group.x < p.heads;
-    const uint head = is_query ? group.x : group.x - p.heads;
-    device const float* in = is_query ? qg + (t * p.heads + head) * 2 * Dh : k + (t * p.kv_heads + head) * Dh;
-    device const float* norm = is_query ? q_norm : k_norm;
-    float squares = 0;
-    for (uint d = lane; d < Dh; d += kSimd) squares += in[d] * in[d];
-    const float scale = precise::rsqrt(simd_sum(squares) / float(Dh) + p.epsilon);
-
-    const uint position = p.position + t;
-    device uchar* keys = keys_of(pages, p, position / kPage);
-    const uint at = (head * kPage + position % kPage) * Dh;
-    for (uint d = lane; d < Dh; d += kSimd) {
-        float value = in[d] * scale * norm[d];
-        if (d < p.rotary_dim) {  // dimension i turns with dimension i + R / 2
-            const bool low = d < half_turns;
-            const uint other = low ? d + half_turns : d - half_turns;
-            const float2 turn = turns[t * half_turns + min(d, other)];
-            const float partner = in[other] * scale * norm[other];
-            value = low ? value * turn.x - partner * turn.y : partner * turn.y + value * turn.x;
-        }
-        if (is_query) {
-            query[(t * p.heads + head) * Dh + d] = value * precise::rsqrt(float(Dh));
-        } else {
-            keep(keys, p.kv_type, at + d, value);
-            keep(keys + p.plane, p.kv_type, at + d, v[(t * p.kv_heads + head) * Dh + d]);
-        }
+// attn_mix of several rows of a sequence, first part: a SIMD-group norms and turns one key/value head's key of one token,
+// and writes it and the value into their page. Rows past the last token write zeros, which the matrix tiles of
+// attn_mix_flash multiply by zeros. The grid is (G, tokens + cleared).
+template <typename KV, ushort N>
+[[kernel]] void attn_mix_place(constant args::Attention& p             [[buffer(0)]],
+                               device const float* k                   [[buffer(1)]],  // (tokens, G, Dh)
+                               device const float* v                   [[buffer(2)]],  // (tokens, G, Dh)
+                               device const float* k_norm              [[buffer(3)]],  // (Dh)
+                               device const float2* turns              [[buffer(4)]],  // (tokens, R / 2)
+                               device const args::Sequence* sequences  [[buffer(5)]],  // (1)
+                               device const Page* pages                [[buffer(6)]],
+                               uint2 group                             [[threadgroup_position_in_grid]],
+                               ushort lane                             [[thread_index_in_simdgroup]]) {
+    const uint Dh = p.head_dim, kv_head = group.x, t = group.y;
+    float key[N], value[N];
+    if (t < p.tokens) {
+        const uint row = (t * p.kv_heads + kv_head) * Dh;
+        normed<N>(k + row, k_norm, turns + t * (p.rotary_dim / 2), p, lane, key);
+        load<false, N>(v + row, Dh, lane, value);
+    } else {
+        for (ushort i = 0; i < N; ++i) key[i] = value[i] = 0;
+    }
+    device KV* out = key_at<KV>(pages, p, kv_head, sequences[0].position + t);
+    for (ushort i = 0; i < N; ++i) {
+        const uint d = lane * N + i;
+        if (d >= Dh) break;
+        out[d] = KV(key[i]);
+        out[p.plane + d] = KV(value[i]);
     }
 }
 
-// attn_mix, second part: softmax(q K) V over one span, for up to four query heads of one key/value head, each
-// load of a key and a value serving all four. SIMD-groups take every fourth position; a lane has N
-// consecutive dimensions. The result is [maximum, sum, Dh unnormalised values] a head. The grid is (spans, G
-// times quads of heads, rows).
-template <ushort N>
-[[kernel]] void attn_mix_split(constant args::Attention& p        [[buffer(0)]],
-                               device const float* query          [[buffer(1)]],  // (rows, H, Dh)
-                               device const Page* pages           [[buffer(2)]],
-                               device float* partial              [[buffer(3)]],  // (rows, H, spans, Dh + 2)
-                               uint3 group                        [[threadgroup_position_in_grid]],
-                               ushort simd                        [[simdgroup_index_in_threadgroup]],
-                               ushort lane                        [[thread_index_in_simdgroup]]) {
-    threadgroup float best[kSimds][kHeadsOfSimd], sums[kSimds][kHeadsOfSimd];
-    threadgroup float mixed[kSimds][kHeadsOfSimd][N * kSimd];
-    const uint Dh = p.head_dim, shared = p.heads / p.kv_heads;
-    const uint quads = (shared + kHeadsOfSimd - 1) / kHeadsOfSimd;
-    const uint kv_head = group.y / quads, first = group.y % quads * kHeadsOfSimd;
-    const uint heads = min(uint(kHeadsOfSimd), shared - first);
-    const uint row = group.z, seen = p.position + row + 1;
-    const uint begin = group.x * kSpan;
-    if (begin >= seen) return;  // uniform over the threadgroup
-    const uint end = min(begin + kSpan, seen);
+// attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one key/value head, each
+// load of a key and a value serving all of them. The prologue norms and turns the queries. Where the dispatch appends, the
+// threadgroups of the last span make the row's own key as well and take it from threadgroup memory; the one of the first
+// heads writes it into its page, which no other reads there. SIMD-groups take every fourth run of kKeys positions, a lane
+// N consecutive dimensions: one maximum, and one scaling of what is summed, a run. A row of one span is gated and finished
+// here, others leave [maximum, sum, Dh unnormalised values] for attn_mix_merge.
+// The grid is (spans, G times blocks of heads, rows), so that a long context fills the GPU at one row.
+template <typename KV, ushort N, ushort kHeads, bool kWide>
+[[kernel]] void attn_mix_split(constant args::Attention& p             [[buffer(0)]],
+                               device const float* qg                  [[buffer(1)]],  // (rows, H, 2, Dh)
+                               device const float* k                   [[buffer(2)]],  // (rows, G, Dh)
+                               device const float* v                   [[buffer(3)]],  // (rows, G, Dh)
+                               device const float* q_norm              [[buffer(4)]],  // (Dh)
+                               device const float* k_norm              [[buffer(5)]],  // (Dh)
+                               device const float2* turns              [[buffer(6)]],  // (rows, R / 2)
+                               device const args::Sequence* sequences  [[buffer(7)]],  // (rows) if it appends, else (1)
+                               device const Page* tables               [[buffer(8)]],  // (as many, p.pages)
+                               device float* partial                   [[buffer(9)]],  // (rows, H, p.spans, Dh + 2)
+                               device float* mixed                     [[buffer(10)]], // (rows, y_stride)
+                               uint3 group                             [[threadgroup_position_in_grid]],
+                               ushort simd                             [[simdgroup_index_in_threadgroup]],
+                               ushort lane                             [[thread_index_in_simdgroup]]) {
+    constexpr ushort kWidth = N * kSimd;
+    threadgroup float queries[kHeads * kWidth], own[2 * kWidth];  // own: key and value of the row
+    threadgroup float tops[kSimds * kHeads], totals[kSimds * kHeads], parts[kSimds * kHeads * kWidth];
 
-    float q[kHeadsOfSimd][N], y[kHeadsOfSimd][N], top[kHeadsOfSimd], total[kHeadsOfSimd];
-    for (ushort h = 0; h < kHeadsOfSimd; ++h) {
-        top[h] = -INFINITY;
-        total[h] = 0;
-        const uint head = kv_head * shared + first + min(uint(h), heads - 1);
+    const uint Dh = p.head_dim, shared = p.heads / p.kv_heads, blocks = (shared + kHeads - 1) / kHeads;
+    const uint kv_head = group.y / blocks, first = group.y % blocks * kHeads;
+    const uint heads = min(uint(kHeads), shared - first);  // of this threadgroup, from first_head on
+    const uint row = group.z, first_head = row * p.heads + kv_head * shared + first;
+    const uint sequence = p.appends ? row : 0;
+    const uint position = sequences[sequence].position + (p.appends ? 0 : p.before + row);
+    const uint span = args::span_of(position + 1, p.fixed_from);
+    const uint begin = group.x * span, end = min(begin + span, position + 1);
+    if (begin >= end) return;  // uniform over the threadgroup
+    const bool appends = p.appends && end == position + 1;
+    device const Page* pages = tables + sequence * p.pages;
+
+    for (ushort h = simd; h < heads; h += kSimds) {
+        float x[N];
+        normed<N>(qg + (first_head + h) * 2 * Dh, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+        for (ushort i = 0; i < N; ++i) queries[h * kWidth + lane * N + i] = x[i] * precise::rsqrt(float(Dh));
+    }
+    if (appends && simd == kSimds - 1) {
+        const uint in = (row * p.kv_heads + kv_head) * Dh;
+        float key[N], value[N];
+        normed<N>(k + in, k_norm, turns + row * (p.rotary_dim / 2), p, lane, key);
+        load<false, N>(v + in, Dh, lane, value);
+        device KV* out = key_at<KV>(pages, p, kv_head, position);
         for (ushort i = 0; i < N; ++i) {
             const uint d = lane * N + i;
-            q[h][i] = d < Dh ? query[(row * p.heads + head) * Dh + d] : 0.0f;
+            own[d] = float(KV(key[i]));
+            own[kWidth + d] = float(KV(value[i]));
+            if (first != 0 || d >= Dh) continue;
+            out[d] = KV(key[i]);
+            out[p.plane + d] = KV(value[i]);
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    float q[kHeads][N], y[kHeads][N], top[kHeads], total[kHeads];
+    for (ushort h = 0; h < kHeads; ++h) {
+        top[h] = -INFINITY;
+        total[h] = 0;
+        for (ushort i = 0; i < N; ++i) {
+            q[h][i] = queries[min(uint(h), heads - 1) * kWidth + lane * N + i];
             y[h][i] = 0;
         }
     }
-    for (uint position = begin + simd; position < end; position += kSimds) {
-        device const uchar* keys = keys_of(pages, p, position / kPage);
-        const uint at = (kv_head * kPage + position % kPage) * Dh + lane * N;
-        float key[N], value[N];
-        for (ushort i = 0; i < N; ++i) {
-            const bool inside = lane * N + i < Dh;
-            key[i] = inside ? stored(keys, p.kv_type, at + i) : 0.0f;
-            value[i] = inside ? stored(keys + p.plane, p.kv_type, at + i) : 0.0f;
+    for (uint run = begin + simd * kKeys; run < end; run += kSimds * kKeys) {
+        device const KV* keys = key_at<KV>(pages, p, kv_head, run);
+        float share[kHeads][kKeys], x[N];
+        for (ushort j = 0; j < kKeys; ++j) {
+            const bool present = run + j < end, is_own = appends && run + j == position;
+            if (is_own) {
+                for (ushort i = 0; i < N; ++i) x[i] = own[lane * N + i];
+            } else if (present) {
+                load<kWide, N>(keys + j * Dh, Dh, lane, x);
+            }
+            for (ushort h = 0; h < kHeads; ++h) {
+                float score = 0;
+                for (ushort i = 0; i < N && present; ++i) score = fma(q[h][i], x[i], score);
+                share[h][j] = present ? simd_sum(score) : -INFINITY;
+            }
         }
-        for (ushort h = 0; h < kHeadsOfSimd; ++h) {
-            float score = 0;
-            for (ushort i = 0; i < N; ++i) score = fma(q[h][i], key[i], score);
-            score = simd_sum(score);
-            const float now = max(top[h], score);
-            const float shrink = precise::exp(top[h] - now), share = precise::exp(score - now);
+        for (ushort h = 0; h < kHeads; ++h) {
+            float now = top[h], sum = 0;
+            for (ushort j = 0; j < kKeys; ++j) now = max(now, share[h][j]);
+            for (ushort j = 0; j < kKeys; ++j) {
+                share[h][j] = precise::exp(share[h][j] - now);
+                sum += share[h][j];
+            }
+            const float shrink = precise::exp(top[h] - now);
             top[h] = now;
-            total[h] = total[h] * shrink + share;
-            for (ushort i = 0; i < N; ++i) y[h][i] = fma(share, value[i], y[h][i] * shrink);
+            total[h] = fma(total[h], shrink, sum);
+            for (ushort i = 0; i < N; ++i) y[h][i] *= shrink;
+        }
+        for (ushort j = 0; j < kKeys; ++j) {
+            if (run + j >= end) break;
+            if (appends && run + j == position) {
+                for (ushort i = 0; i < N; ++i) x[i] = own[kWidth + lane * N + i];
+            } else {
+                load<kWide, N>(keys + p.plane + j * Dh, Dh, lane, x);
+            }
+            for (ushort h = 0; h < kHeads; ++h)
+                for (ushort i = 0; i < N; ++i) y[h][i] = fma(share[h][j], x[i], y[h][i]);
         }
     }
-    for (ushort h = 0; h < kHeadsOfSimd; ++h) {
-        if (lane == 0) {
-            best[simd][h] = top[h];
-            sums[simd][h] = total[h];
-        }
-        for (ushort i = 0; i < N; ++i) mixed[simd][h][lane * N + i] = y[h][i];
+    for (ushort h = 0; h < kHeads; ++h) {
+        tops[simd * kHeads + h] = top[h];
+        totals[simd * kHeads + h] = total[h];
+        for (ushort i = 0; i < N; ++i) parts[(simd * kHeads + h) * kWidth + lane * N + i] = y[h][i];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     for (uint h = simd; h < heads; h += kSimds) {  // a SIMD-group puts a head together
-        float highest = best[0][h];
-        for (ushort s = 1; s < kSimds; ++s) highest = max(highest, best[s][h]);
-        float sum = 0;
-        for (ushort s = 0; s < kSimds; ++s) sum += sums[s][h] * precise::exp(best[s][h] - highest);
-        device float* out =
-            partial + ((row * p.heads + kv_head * shared + first + h) * p.spans + group.x) * (Dh + 2);
-        if (lane == 0) {
+        float highest = -INFINITY, sum = 0, weight[kSimds];
+        for (ushort s = 0; s < kSimds; ++s) highest = max(highest, tops[s * kHeads + h]);
+        for (ushort s = 0; s < kSimds; ++s) {
+            weight[s] = precise::exp(tops[s * kHeads + h] - highest);
+            sum = fma(totals[s * kHeads + h], weight[s], sum);
+        }
+        const uint head = first_head + h;
+        const bool finished = span > position;  // there is one span
+        device float* out = partial + (head * p.spans + group.x) * (Dh + 2);
+        if (!finished && lane == 0) {
             out[0] = highest;
             out[1] = sum;
         }
         for (uint d = lane; d < Dh; d += kSimd) {
             float value = 0;
-            for (ushort s = 0; s < kSimds; ++s) value += mixed[s][h][d] * precise::exp(best[s][h] - highest);
-            out[2 + d] = value;
+            for (ushort s = 0; s < kSimds; ++s) value = fma(parts[(s * kHeads + h) * kWidth + d], weight[s], value);
+            if (finished) {
+                mixed[row * p.y_stride + (head - row * p.heads) * Dh + d] =
+                    value / sum * sigmoid(qg[(head * 2 + 1) * Dh + d]);
+            } else {
+                out[2 + d] = value;
+            }
         }
     }
 }
 
-#define instantiate_attn_mix_split(n) \
-    template [[host_name("attn_mix_split_" #n)]] [[kernel]] decltype(attn_mix_split<n>) attn_mix_split<n>;
-instantiate_attn_mix_split(1)
-instantiate_attn_mix_split(2)
-instantiate_attn_mix_split(4)
-instantiate_attn_mix_split(8)
-
-// attn_mix, third part: puts the spans of a head together in their order, divides, and applies the gate. A
-// SIMD-group takes one head of one row. The grid is (H, rows).
-[[kernel]] void attn_mix_merge(constant args::Attention& p        [[buffer(0)]],
-                               device const float* partial        [[buffer(1)]],  // (rows, H, spans, Dh + 2)
-                               device const float* qg             [[buffer(2)]],  // (rows, H, 2, Dh)
-                               device float* y                    [[buffer(3)]],  // (rows, y_stride), H Dh of them used
-                               uint2 group                        [[threadgroup_position_in_grid]],
-                               ushort lane                        [[thread_index_in_simdgroup]]) {
+// attn_mix, decode of long contexts, second part: puts the spans of a head together in their order, divides, and applies
+// the gate. A threadgroup takes one head of one row, a thread every 256th dimension: the maxima and sums of all spans,
+// which each thread reads anew, are few. The grid is (H, rows).
+[[kernel]] void attn_mix_merge(constant args::Attention& p             [[buffer(0)]],
+                               device const args::Sequence* sequences  [[buffer(1)]],  // (rows) if it appends, else (1)
+                               device const float* partial             [[buffer(2)]],  // (rows, H, p.spans, Dh + 2)
+                               device const float* qg                  [[buffer(3)]],  // (rows, H, 2, Dh)
+                               device float* mixed                     [[buffer(4)]],  // (rows, y_stride)
+                               uint2 group                             [[threadgroup_position_in_grid]],
+                               uint thread_index                       [[thread_index_in_threadgroup]],
+                               uint threads                            [[threads_per_threadgroup]]) {
     const uint head = group.x, row = group.y, Dh = p.head_dim, result = Dh + 2;
-    const uint spans = (p.position + row) / kSpan + 1;
+    const uint position = sequences[p.appends ? row : 0].position + (p.appends ? 0 : p.before + row);
+    const uint spans = position / args::span_of(position + 1, p.fixed_from) + 1;
+    if (spans == 1) return;  // finished by attn_mix_split
     device const float* in = partial + (row * p.heads + head) * p.spans * result;
     float highest = -INFINITY, sum = 0;
     for (uint s = 0; s < spans; ++s) highest = max(highest, in[s * result]);
-    for (uint s = 0; s < spans; ++s) sum += in[s * result + 1] * precise::exp(in[s * result] - highest);
-    for (uint d = lane; d < Dh; d += kSimd) {
+    for (uint s = 0; s < spans; ++s) sum = fma(in[s * result + 1], precise::exp(in[s * result] - highest), sum);
+    for (uint d = thread_index; d < Dh; d += threads) {
         float value = 0;
-        for (uint s = 0; s < spans; ++s) value += in[s * result + 2 + d] * precise::exp(in[s * result] - highest);
-        y[row * p.y_stride + head * Dh + d] = value / sum * sigmoid(qg[((row * p.heads + head) * 2 + 1) * Dh + d]);
+        for (uint s = 0; s < spans; ++s)
+            value = fma(in[s * result + 2 + d], precise::exp(in[s * result] - highest), value);
+        mixed[row * p.y_stride + head * Dh + d] =
+            value / sum * sigmoid(qg[((row * p.heads + head) * 2 + 1) * Dh + d]);
     }
 }
+
+// attn_mix of many rows of a sequence, second part: a threadgroup takes kRows query rows that share a key/value head, its
+// heads token by token, and walks the positions in blocks of kBlock from 0, with a softmax that keeps a running maximum
+// and sum. Scores and results go through fragments of bf16 with float32 sums: a SIMD-group makes the scores of every row
+// with a quarter of the block's keys, then the results of every row in a quarter of the dimensions, so that it alone reads
+// those keys and values, straight from their page; between the two, four threads a row turn scores into bf16 shares in
+// threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row leaves it as it was.
+// The grid is (tiles of rows, G). Threadgroup memory: 30 KB at Dh = 256, most of it the queries.
+template <ushort Dh>
+[[kernel]] void attn_mix_flash(constant args::Attention& p             [[buffer(0)]],
+                               device const float* qg                  [[buffer(1)]],  // (tokens, H, 2, Dh)
+                               device const float* q_norm              [[buffer(2)]],  // (Dh)
+                               device const float2* turns              [[buffer(3)]],  // (tokens, R / 2)
+                               device const args::Sequence* sequences  [[buffer(4)]],  // (1)
+                               device const Page* pages                [[buffer(5)]],
+                               device float* mixed                     [[buffer(6)]],  // (tokens, y_stride)
+                               uint2 group                             [[threadgroup_position_in_grid]],
+                               ushort thread_index                     [[thread_index_in_threadgroup]],
+                               ushort simd                             [[simdgroup_index_in_threadgroup]],
+                               ushort lane                             [[thread_index_in_simdgroup]]) {
+    constexpr ushort N = Dh / kSimd, kThreadsOfRow = kSimds * kSimd / kRows;
+    constexpr ushort kRowTiles = kRows / kTile, kKeyTiles = kBlock / kSimds / kTile, kTiles = Dh / kSimds / kTile;
+    constexpr ushort kQueryStride = Dh + 8, kScoreStride = kBlock + 4, kShareStride = kBlock + 8;  // off equal banks
+    threadgroup bfloat queries[kRows * kQueryStride], shares[kRows * kShareStride];
+    threadgroup float scores[kRows * kScoreStride], shrinks[kRowTiles * kSquare], totals[kRows];
+
+    const uint shared = p.heads / p.kv_heads, rows = p.tokens * shared, kv_head = group.y;
+    const uint first = group.x * kRows, last = min(first + kRows, rows) - 1;
+    const uint end = sequences[0].position + last / shared + 1;
+    for (ushort r = simd; r < kRows; r += kSimds) {
+        const uint t = min(first + r, last) / shared, head = kv_head * shared + min(first + r, last) % shared;
+        float x[N];
+        normed<N>(qg + (t * p.heads + head) * 2 * Dh, q_norm, turns + t * (p.rotary_dim / 2), p, lane, x);
+        for (ushort i = 0; i < N; ++i)  // so that exp2 of a score is what exp of the unscaled one would be
+            queries[r * kQueryStride + lane * N + i] = bfloat(x[i] * precise::rsqrt(float(Dh)) * M_LOG2E_F);
+    }
+    for (ushort i = thread_index; i < kRowTiles * kSquare; i += kSimds * kSimd) shrinks[i] = 0;  // but for diagonals
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const ushort row = thread_index / kThreadsOfRow, part = thread_index % kThreadsOfRow;  // of the softmax
+    const uint seen = sequences[0].position + min(first + row, last) / shared + 1;
+    float top = -INFINITY, total = 0;
+    Fragment<float> y[kRowTiles][kTiles];
+    for (ushort r = 0; r < kRowTiles; ++r)
+        for (ushort d = 0; d < kTiles; ++d) y[r][d] = zeros();
+
+    for (uint begin = 0; begin < end; begin += kBlock) {
+        device const bfloat* keys = key_at<bfloat>(pages, p, kv_head, begin);
+        Fragment<float> score[kRowTiles][kKeyTiles];
+        for (ushort r = 0; r < kRowTiles; ++r)
+            for (ushort c = 0; c < kKeyTiles; ++c) score[r][c] = zeros();
+        const ushort column = simd * kKeyTiles * kTile;  // this SIMD-group's first key of the block
+        for (ushort d = 0; d < Dh; d += kTile) {
+            Fragment<bfloat> key[kKeyTiles], query;
+            for (ushort c = 0; c < kKeyTiles; ++c)
+                simdgroup_load(key[c], keys + (column + c * kTile) * Dh + d, Dh, ulong2(0, 0), true);
+            for (ushort r = 0; r < kRowTiles; ++r) {
+                simdgroup_load(query, queries + r * kTile * kQueryStride + d, kQueryStride);
+                for (ushort c = 0; c < kKeyTiles; ++c)
+                    simdgroup_multiply_accumulate(score[r][c], query, key[c], score[r][c]);
+            }
+        }
+        for (ushort r = 0; r < kRowTiles; ++r)
+            for (ushort c = 0; c < kKeyTiles; ++c)
+                simdgroup_store(score[r][c], scores + r * kTile * kScoreStride + column + c * kTile, kScoreStride);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+
+        float x[kBlock / kThreadsOfRow], highest = top, sum = 0;
+        for (ushort i = 0; i < kBlock / kThreadsOfRow; ++i) {
+            const ushort c = i * kThreadsOfRow + part;
+            x[i] = begin + c < seen ? scores[row * kScoreStride + c] : -INFINITY;
+            highest = max(highest, x[i]);
+        }
+        for (ushort step = 1; step < kThreadsOfRow; step *= 2) highest = max(highest, simd_shuffle_xor(highest, step));
+        for (ushort i = 0; i < kBlock / kThreadsOfRow; ++i) {
+            const bfloat share = bfloat(precise::exp2(x[i] - highest));
+            shares[row * kShareStride + i * kThreadsOfRow + part] = share;
+            sum += float(share);
+        }
+        for (ushort step = 1; step < kThreadsOfRow; step *= 2) sum += simd_shuffle_xor(sum, step);
+        const float shrink = precise::exp2(top - highest);
+        total = fma(total, shrink, sum);
+        top = highest;
+        if (part == 0) shrinks[row / kTile * kSquare + row % kTile * (kTile + 1)] = shrink;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+
+        for (ushort r = 0; r < kRowTiles; ++r) {
+            Fragment<float> shrinking, before;
+            simdgroup_load(shrinking, shrinks + r * kSquare, kTile);
+            for (ushort d = 0; d < kTiles; ++d) {
+                before = y[r][d];
+                simdgroup_multiply(y[r][d], shrinking, before);
+            }
+        }
+        device const bfloat* values = keys + p.plane + simd * kTiles * kTile;
+        for (ushort c = 0; c < kBlock; c += kTile) {
+            Fragment<bfloat> share[kRowTiles], value;
+            for (ushort r = 0; r < kRowTiles; ++r)
+                simdgroup_load(share[r], shares + r * kTile * kShareStride + c, kShareStride);
+            for (ushort d = 0; d < kTiles; ++d) {
+                simdgroup_load(value, values + c * Dh + d * kTile, Dh);
+                for (ushort r = 0; r < kRowTiles; ++r)
+                    simdgroup_multiply_accumulate(y[r][d], share[r], value, y[r][d]);
+            }
+        }
+    }
+    if (part == 0) totals[row] = total;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    constexpr ushort kColumns = Dh / kSimds;
+    threadgroup float* own = scores + simd * kTile * kColumns;  // eight rows of this SIMD-group's dimensions at a time
+    for (ushort r = 0; r < kRowTiles; ++r) {
+        for (ushort d = 0; d < kTiles; ++d) simdgroup_store(y[r][d], own + d * kTile, kColumns);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        for (ushort i = lane; i < kTile * kColumns; i += kSimd) {
+            const uint in_tile = r * kTile + i / kColumns, d = simd * kColumns + i % kColumns;
+            if (first + in_tile > last) break;
+            const uint t = (first + in_tile) / shared, head = kv_head * shared + (first + in_tile) % shared;
+            const float gate = sigmoid(qg[((t * p.heads + head) * 2 + 1) * Dh + d]);
+            mixed[t * p.y_stride + head * Dh + d] = own[i] / totals[in_tile] * gate;
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+#define instantiate_attn_mix_place(name, KV, n) \
+    template [[host_name("attn_mix_place_" #name "_" #n)]] [[kernel]] decltype(attn_mix_place<KV, n>) attn_mix_place<KV, n>;
+#define instantiate_attn_mix_split(name, KV, n, heads, wide)                                     \
+    template [[host_name("attn_mix_split_" #name "_" #n "_" #heads "_" #wide)]] [[kernel]]       \
+    decltype(attn_mix_split<KV, n, heads, wide>) attn_mix_split<KV, n, heads, wide>;
+#define instantiate_attn_mix(name, KV, n)            \
+    instantiate_attn_mix_place(name, KV, n)          \
+    instantiate_attn_mix_split(name, KV, n, 1, false) \
+    instantiate_attn_mix_split(name, KV, n, 4, false)
+instantiate_attn_mix(bf16, bfloat, 1)
+instantiate_attn_mix(bf16, bfloat, 2)
+instantiate_attn_mix(bf16, bfloat, 4)
+instantiate_attn_mix(bf16, bfloat, 8)
+instantiate_attn_mix(f32, float, 1)
+instantiate_attn_mix(f32, float, 2)
+instantiate_attn_mix(f32, float, 4)
+instantiate_attn_mix(f32, float, 8)
+instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
+instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
+
+#define instantiate_attn_mix_flash(dims) \
+    template [[host_name("attn_mix_flash_" #dims)]] [[kernel]] decltype(attn_mix_flash<dims>) attn_mix_flash<dims>;
+instantiate_attn_mix_flash(64)
+instantiate_attn_mix_flash(128)
+instantiate_attn_mix_flash(256)

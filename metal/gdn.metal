@@ -1,5 +1,7 @@
-// Gated DeltaNet between its projections: convolution, norms, gates and the delta rule in one kernel, token
-// after token.
+// Gated DeltaNet between its projections, token after token: one kernel for a few tokens of many sequences, and for many
+// tokens of one a kernel that convolves, norms and makes the gates, with two scans behind it. gdn_chunk.metal has a third.
+//
+// The rule, for each token:  m = S k;  d = beta (v - decay m);  S = decay S + d k;  y = S q.
 #include "norm.h"
 #include "quant.h"
 
@@ -7,14 +9,28 @@ using namespace lily;
 
 namespace {
 
-constant constexpr ushort kValues = 64;      // value rows of S that a threadgroup takes: half a head of the 35B
+constant constexpr ushort kValues = 64;      // rows of S that a threadgroup of gdn_mix_step takes: half a head of the 35B
 constant constexpr ushort kLanesOfRow = 4;   // lanes that share a row of S
 constant constexpr ushort kRowsOfLanes = kSimd / kLanesOfRow;
 constant constexpr uint kMaxKeyDim = 256;
+constant constexpr ushort kSimds = 8;        // SIMD-groups of a threadgroup that prepares or scans
+
+METAL_FUNC uint channels_of(constant args::GdnMix& p) {
+    return 2 * p.key_heads * p.key_dim + p.value_heads * p.value_dim;
+}
 
 // Row t of q, k and v before the convolution; rows before the first token are in the state.
 METAL_FUNC float history(device const float* qkv, device const float* conv, uint channels, uint taps, int t, uint channel) {
     return t >= 0 ? qkv[uint(t) * channels + channel] : conv[uint(t + int(taps) - 1) * channels + channel];
+}
+
+// A channel of token t, convolved and activated. weight: (channels, taps), the last tap for the token itself.
+METAL_FUNC float convolved(device const float* qkv, device const float* conv, device const float* weight, uint channels,
+                           uint taps, uint t, uint channel) {
+    float sum = 0;
+    for (uint j = 0; j < taps; ++j)
+        sum = fma(history(qkv, conv, channels, taps, int(t + j) - int(taps) + 1, channel), weight[channel * taps + j], sum);
+    return silu(sum);
 }
 
 // log(1 + e^x), without losing small values to the 1.
@@ -25,69 +41,67 @@ METAL_FUNC float softplus(float x) {
 
 }  // namespace
 
-// For each token: m = S k and S q from one pass over S; d = beta (v - decay m); y = decay S q + d (k . q); S
-// = decay S + d k. A threadgroup has kValues rows of one head's S, a SIMD-group eight of them, four lanes a
-// row, each with N = Dk / 4 numbers in registers from the first token to the last: S is read once and written
-// once. The grid is (blocks of a head's rows, value heads).
+// gdn_mix of a few tokens: convolution, norms, gates and the rule in one kernel, with S k and S q from one pass over S:
+// y = decay S q + d (k . q). A threadgroup has kValues rows of one head's S, a SIMD-group eight of them, four lanes a row,
+// each with N = Dk / 4 numbers in registers from the first token to the last: S is read once and written once. It convolves
+// what it needs of q, k and v; the last rows before the convolution go to the next state, those of q and k from the first
+// value head of a key head. The grid is (blocks of a head's rows, value heads, sequences): 64 threadgroups a token of the
+// 35B, where one a head would leave cores idle.
 template <ushort N>
-[[kernel]] void gdn_mix(constant args::GdnMix& p           [[buffer(0)]],
-                        device const float* qkv            [[buffer(1)]],  // (T, channels)
-                        device const float* b              [[buffer(2)]],  // (T, Hv)
-                        device const float* a              [[buffer(3)]],  // (T, Hv)
-                        device const float* taps           [[buffer(4)]],  // (channels, C)
-                        device const float* a_log          [[buffer(5)]],  // (Hv)
-                        device const float* dt_bias        [[buffer(6)]],  // (Hv)
-                        device const float* conv_in        [[buffer(7)]],  // (C - 1, channels), oldest first
-                        device const float* S_in           [[buffer(8)]],  // (Hv, Dv, Dk)
-                        device float* y                    [[buffer(9)]],  // (T, y_stride), Hv Dv of them used
-                        device float* conv_out             [[buffer(10)]],
-                        device float* S_out                [[buffer(11)]],
-                        uint2 group                        [[threadgroup_position_in_grid]],
-                        uint thread_index                  [[thread_index_in_threadgroup]],
-                        uint threads                       [[threads_per_threadgroup]],
-                        ushort simd                        [[simdgroup_index_in_threadgroup]],
-                        ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_mix_step(constant args::GdnMix& p                [[buffer(0)]],
+                             device const float* all_qkv             [[buffer(1)]],  // (T, channels)
+                             device const float* all_b               [[buffer(2)]],  // (T, Hv)
+                             device const float* all_a               [[buffer(3)]],  // (T, Hv)
+                             device const float* weight              [[buffer(4)]],  // (channels, C)
+                             device const float* a_log               [[buffer(5)]],  // (Hv)
+                             device const float* dt_bias             [[buffer(6)]],  // (Hv)
+                             device const args::Sequence* sequences  [[buffer(7)]],
+                             device float* all_y                     [[buffer(8)]],  // (T, y_stride)
+                             uint3 group                             [[threadgroup_position_in_grid]],
+                             uint thread_index                       [[thread_index_in_threadgroup]],
+                             uint threads                            [[threads_per_threadgroup]],
+                             ushort simd                             [[simdgroup_index_in_threadgroup]],
+                             ushort lane                             [[thread_index_in_simdgroup]]) {
     threadgroup float q[kMaxKeyDim], k[kMaxKeyDim], v[kValues];
     threadgroup float scales[3];  // of q, of k, and k . q of the scaled two
 
-    const uint Dk = p.key_dim, Dv = p.value_dim, C = p.taps;
-    const uint head = group.y, key_head = head / (p.value_heads / p.key_heads);
-    const uint keys = p.key_heads * Dk, channels = 2 * keys + p.value_heads * Dv;
-    const uint first_value = group.x * kValues;
-    const uint values = min(uint(kValues), Dv - first_value);
+    const uint Dk = p.key_dim, Dv = p.value_dim, C = p.taps, share = p.value_heads / p.key_heads;
+    const uint head = group.y, key_head = head / share, first_value = group.x * kValues;
+    const uint keys = p.key_heads * Dk, channels = channels_of(p), values = min(uint(kValues), Dv - first_value);
+    const uint tokens = sequences[group.z].tokens, first_row = sequences[group.z].row;
+    device const float* qkv = all_qkv + first_row * channels;
+    device const float* conv_in = sequences[group.z].now + p.layer * p.state;  // (C - 1, channels), then S (Hv, Dv, Dk)
+    device float* conv_out = sequences[group.z].next + p.layer * p.state;
+    device const float* S_in = conv_in + (C - 1) * channels;
+    device float* S_out = conv_out + (C - 1) * channels;
 
     const uint row = simd * kRowsOfLanes + lane / kLanesOfRow;  // of this threadgroup's rows of S
     const uint part = lane % kLanesOfRow * N;                   // this lane's first column
     const bool present = row < values;
     const uint at = (head * Dv + first_value + row) * Dk + part;
     float S[N];
-    for (ushort i = 0; i < N; ++i) S[i] = present ? S_in[at + i] : 0.0f;
+    for (ushort i = 0; i < N; ++i) S[i] = present && part + i < Dk ? S_in[at + i] : 0.0f;
+    for (uint i = Dk + thread_index; i < kLanesOfRow * N; i += threads) q[i] = k[i] = 0;
 
     const float rate = precise::exp(a_log[head]);
-    for (uint t = 0; t < p.tokens; ++t) {
+    for (uint t = 0; t < tokens; ++t) {
         for (uint i = thread_index; i < 2 * Dk + values; i += threads) {
-            const uint channel = i < Dk       ? key_head * Dk + i
-                                 : i < 2 * Dk ? keys + key_head * Dk + (i - Dk)
-                                              : 2 * keys + head * Dv + first_value + (i - 2 * Dk);
-            float sum = 0;
-            for (uint j = 0; j < C; ++j)
-                sum = fma(history(qkv, conv_in, channels, C, int(t + j) - int(C) + 1, channel), taps[channel * C + j], sum);
-            const float mixed = silu(sum);
             if (i < Dk) {
-                q[i] = mixed;
+                q[i] = convolved(qkv, conv_in, weight, channels, C, t, key_head * Dk + i);
             } else if (i < 2 * Dk) {
-                k[i - Dk] = mixed;
+                k[i - Dk] = convolved(qkv, conv_in, weight, channels, C, t, keys + key_head * Dk + (i - Dk));
             } else {
-                v[i - 2 * Dk] = mixed;
+                const uint channel = 2 * keys + head * Dv + first_value + (i - 2 * Dk);
+                v[i - 2 * Dk] = convolved(qkv, conv_in, weight, channels, C, t, channel);
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (simd == 0) {
             float qq = 0, kk = 0, kq = 0;
             for (uint i = lane; i < Dk; i += kSimd) {
-                qq += q[i] * q[i];
-                kk += k[i] * k[i];
-                kq += k[i] * q[i];
+                qq = fma(q[i], q[i], qq);
+                kk = fma(k[i], k[i], kk);
+                kq = fma(k[i], q[i], kq);
             }
             const float q_scale = precise::rsqrt(simd_sum(qq) + 1e-6f) * precise::rsqrt(float(Dk));
             const float k_scale = precise::rsqrt(simd_sum(kk) + 1e-6f);
@@ -100,8 +114,9 @@ template <ushort N>
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
-        const float decay = precise::exp(-rate * softplus(a[t * p.value_heads + head] + dt_bias[head]));
-        const float beta = sigmoid(b[t * p.value_heads + head]);
+        const uint gate = (first_row + t) * p.value_heads + head;
+        const float decay = precise::exp(-rate * softplus(all_a[gate] + dt_bias[head]));
+        const float beta = sigmoid(all_b[gate]);
         float Sk = 0, Sq = 0;
         for (ushort i = 0; i < N; ++i) {
             Sk = fma(S[i], k[part + i], Sk);
@@ -111,32 +126,140 @@ template <ushort N>
             Sk += simd_shuffle_xor(Sk, step);
             Sq += simd_shuffle_xor(Sq, step);
         }
-        const float d = (present ? v[row] - decay * (Sk * scales[1]) : 0.0f) * beta;
+        const float d = (present ? fma(-decay, Sk * scales[1], v[row]) : 0.0f) * beta;
         if (present && lane % kLanesOfRow == 0)
-            y[t * p.y_stride + head * Dv + first_value + row] = fma(d, scales[2], decay * (Sq * scales[0]));
+            all_y[(first_row + t) * p.y_stride + head * Dv + first_value + row] =
+                fma(d, scales[2], decay * (Sq * scales[0]));
         const float dk = d * scales[1];
         for (ushort i = 0; i < N; ++i) S[i] = fma(dk, k[part + i], decay * S[i]);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // q, k and v are written again
     }
     for (ushort i = 0; i < N; ++i)
-        if (present) S_out[at + i] = S[i];
+        if (present && part + i < Dk) S_out[at + i] = S[i];
 
-    // The last C - 1 rows before the convolution. The first value head of a key head keeps the rows of its q and k.
-    const bool keeps_keys = group.x == 0 && head % (p.value_heads / p.key_heads) == 0;
+    const bool keeps_keys = group.x == 0 && head % share == 0;
     for (uint i = thread_index + (keeps_keys ? 0 : 2 * Dk); i < 2 * Dk + values; i += threads) {
         const uint channel = i < Dk       ? key_head * Dk + i
                              : i < 2 * Dk ? keys + key_head * Dk + (i - Dk)
                                           : 2 * keys + head * Dv + first_value + (i - 2 * Dk);
         for (uint j = 0; j + 1 < C; ++j)
-            conv_out[j * channels + channel] =
-                history(qkv, conv_in, channels, C, int(p.tokens + j) - int(C) + 1, channel);
+            conv_out[j * channels + channel] = history(qkv, conv_in, channels, C, int(tokens + j) - int(C) + 1, channel);
     }
 }
 
-#define instantiate_gdn_mix(n) \
-    template [[host_name("gdn_mix_" #n)]] [[kernel]] decltype(gdn_mix<n>) gdn_mix<n>;
-instantiate_gdn_mix(4)
-instantiate_gdn_mix(8)
-instantiate_gdn_mix(16)
-instantiate_gdn_mix(32)
-instantiate_gdn_mix(64)
+// gdn_mix of many tokens, first part: q and k convolved and of length Dk^-1/2 and 1, v convolved, and the gates, once for
+// all that scan them. Rows lie on the position grid of blocks of 64, so that the first token has row p.lead; rows of the
+// grid that are no token's hold zeros, which leave S as it is. A SIMD-group takes a head of q, k or v of one row; the one
+// of a v head makes its gates; those of the last C - 1 tokens copy them, before the convolution, to the next state. Takes
+// at least C - 1 tokens. The grid is (2 Hk + Hv, rows / kSimds): neighbours in a threadgroup convolve the same rows.
+[[kernel]] void gdn_mix_prepare(constant args::GdnMix& p                [[buffer(0)]],
+                                device const float* qkv                 [[buffer(1)]],  // (T, channels)
+                                device const float* b                   [[buffer(2)]],  // (T, Hv)
+                                device const float* a                   [[buffer(3)]],  // (T, Hv)
+                                device const float* weight              [[buffer(4)]],  // (channels, C)
+                                device const float* a_log               [[buffer(5)]],  // (Hv)
+                                device const float* dt_bias             [[buffer(6)]],  // (Hv)
+                                device const args::Sequence* sequences  [[buffer(7)]],  // (1)
+                                device float* prepared                  [[buffer(8)]],  // (rows, channels): q, k, v
+                                device float2* gates                    [[buffer(9)]],  // (rows, Hv): log decay, beta
+                                uint2 group                             [[threadgroup_position_in_grid]],
+                                ushort simd                             [[simdgroup_index_in_threadgroup]],
+                                ushort lane                             [[thread_index_in_simdgroup]]) {
+    const uint C = p.taps, channels = channels_of(p), tokens = sequences[0].tokens;
+    const bool is_value = group.x >= 2 * p.key_heads, is_query = group.x < p.key_heads;
+    const uint head = group.x - (is_value ? 2 * p.key_heads : 0), width = is_value ? p.value_dim : p.key_dim;
+    const uint first = (is_value ? 2 * p.key_heads * p.key_dim : 0) + head * width;
+    const uint row = group.y * kSimds + simd, t = row - p.lead;
+    const bool present = row >= p.lead && t < tokens;
+    device const float* conv_in = sequences[0].now + p.layer * p.state;
+    device float* conv_out = sequences[0].next + p.layer * p.state;
+    device float* out = prepared + row * channels + first;
+
+    float squares = 0;
+    for (uint i = lane; i < width; i += kSimd) {
+        const float mixed = present ? convolved(qkv, conv_in, weight, channels, C, t, first + i) : 0.0f;
+        squares = fma(mixed, mixed, squares);
+        out[i] = mixed;
+        if (present && t + C > tokens) conv_out[(t + C - 1 - tokens) * channels + first + i] = qkv[t * channels + first + i];
+    }
+    if (is_value) {
+        if (lane != 0) return;
+        const float log_decay = -precise::exp(a_log[head]) * softplus(present ? a[t * p.value_heads + head] + dt_bias[head] : 0.0f);
+        gates[row * p.value_heads + head] =
+            present ? float2(log_decay, sigmoid(b[t * p.value_heads + head])) : float2(0.0f, 0.0f);
+    } else {
+        float scale = precise::rsqrt(simd_sum(squares) + 1e-6f);
+        if (is_query) scale *= precise::rsqrt(float(p.key_dim));
+        for (uint i = lane; i < width; i += kSimd) out[i] *= scale;
+    }
+}
+
+// gdn_mix of many tokens, as a scan: kLanes lanes share a row of S, each with N = Dk / kLanes numbers in registers from the
+// first token to the last; S is read once and written once. With 32 lanes a SIMD-group has one row and sums over all of
+// its lanes twice a token ("registers"); with 4 it has eight rows and two shuffles do ("packed"). No barriers: q, k and v
+// come from the caches. The grid is (blocks of a head's rows, value heads).
+template <ushort kLanes, ushort N>
+[[kernel]] void gdn_mix_scan(constant args::GdnMix& p                [[buffer(0)]],
+                             device const float* prepared            [[buffer(1)]],  // (rows, channels): q, k, v
+                             device const float2* gates              [[buffer(2)]],  // (rows, Hv): log decay, beta
+                             device const args::Sequence* sequences  [[buffer(3)]],  // (1)
+                             device float* y                         [[buffer(4)]],  // (T, y_stride)
+                             uint2 group                             [[threadgroup_position_in_grid]],
+                             ushort simd                             [[simdgroup_index_in_threadgroup]],
+                             ushort lane                             [[thread_index_in_simdgroup]]) {
+    constexpr ushort kRows = kSimd / kLanes;
+    const uint Dk = p.key_dim, Dv = p.value_dim, channels = channels_of(p), tokens = sequences[0].tokens;
+    const uint head = group.y, key_head = head / (p.value_heads / p.key_heads);
+    const uint value = (group.x * kSimds + simd) * kRows + lane / kLanes;  // of the head: the row of S
+    const uint part = lane % kLanes * N;
+    const bool present = value < Dv;
+    const uint conv = (p.taps - 1) * channels, at = (head * Dv + value) * Dk + part;
+    device const float* S_in = sequences[0].now + p.layer * p.state + conv;
+    device float* S_out = sequences[0].next + p.layer * p.state + conv;
+    float S[N];
+    for (ushort i = 0; i < N; ++i) S[i] = present && part + i < Dk ? S_in[at + i] : 0.0f;
+
+    for (uint t = 0; t < tokens; ++t) {
+        device const float* row = prepared + (p.lead + t) * channels;
+        device const float* q = row + key_head * Dk + part;
+        device const float* k = row + (p.key_heads + key_head) * Dk + part;
+        const float2 gate = gates[(p.lead + t) * p.value_heads + head];
+        const float decay = precise::exp(gate.x);
+        float keys[N], Sk = 0, Sq = 0;
+        for (ushort i = 0; i < N; ++i) {
+            keys[i] = part + i < Dk ? k[i] : 0.0f;
+            S[i] *= decay;
+            Sk = fma(S[i], keys[i], Sk);
+        }
+        for (ushort step = 1; step < kLanes; step *= 2) Sk += simd_shuffle_xor(Sk, step);
+        const float d = (present ? row[2 * p.key_heads * Dk + head * Dv + value] - Sk : 0.0f) * gate.y;
+        for (ushort i = 0; i < N; ++i) {
+            S[i] = fma(d, keys[i], S[i]);
+            Sq = fma(S[i], part + i < Dk ? q[i] : 0.0f, Sq);
+        }
+        for (ushort step = 1; step < kLanes; step *= 2) Sq += simd_shuffle_xor(Sq, step);
+        if (present && part == 0) y[t * p.y_stride + head * Dv + value] = Sq;
+    }
+    for (ushort i = 0; i < N; ++i)
+        if (present && part + i < Dk) S_out[at + i] = S[i];
+}
+
+#define instantiate_gdn_mix_step(n) \
+    template [[host_name("gdn_mix_step_" #n)]] [[kernel]] decltype(gdn_mix_step<n>) gdn_mix_step<n>;
+instantiate_gdn_mix_step(4)
+instantiate_gdn_mix_step(8)
+instantiate_gdn_mix_step(16)
+instantiate_gdn_mix_step(32)
+instantiate_gdn_mix_step(64)
+
+#define instantiate_gdn_mix_scan(strategy, lanes, n) \
+    template [[host_name("gdn_mix_" #strategy "_" #n)]] [[kernel]] decltype(gdn_mix_scan<lanes, n>) gdn_mix_scan<lanes, n>;
+instantiate_gdn_mix_scan(registers, 32, 1)
+instantiate_gdn_mix_scan(registers, 32, 2)
+instantiate_gdn_mix_scan(registers, 32, 4)
+instantiate_gdn_mix_scan(registers, 32, 8)
+instantiate_gdn_mix_scan(packed, 4, 4)
+instantiate_gdn_mix_scan(packed, 4, 8)
+instantiate_gdn_mix_scan(packed, 4, 16)
+instantiate_gdn_mix_scan(packed, 4, 32)
+instantiate_gdn_mix_scan(packed, 4, 64)

@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -82,10 +83,37 @@ class GpuOps final : public Ops {
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
 
-    std::vector<Binding> pages_from(int64_t position, const Segment&, const args::Attention&,
-                                    bool written) const;
-    void place(const AttentionWeights&, const Segment&, const args::Attention&, std::byte** table);
-    void attend(const Segment&, const args::Attention&, int first, int rows, std::byte** table);
+    int64_t number_of(const Segment&) const;
+    const args::Sequence* sequence_of(const Segment& s) const { return sequences_ + number_of(s); }
+
+    // gpu/gdn.cpp
+    bool chunks() const;
+    void allocate_gdn();
+    args::GdnMix gdn_args(const LayerWeights&, const Segment&) const;
+    void gdn_step(const LayerWeights&, std::span<const Segment>);
+    void gdn_scan(const LayerWeights&, const Segment&);
+    void gdn_chunks(const args::GdnMix&, const Segment&, int64_t rows, std::span<const Binding> delta);
+
+    // gpu/attention.cpp
+    uint32_t spans_of(int64_t seen) const;
+    bool flashes(const Segment&) const;
+    const char* kv_name() const;
+    int dimensions_of_lane() const;
+    void allocate_attention();
+    args::Attention attention_args(const LayerWeights&, const Segment&) const;
+    std::byte** pages_of(const Segment& s) const { return pages_ + number_of(s) * pages_of_sequence_; }
+    size_t bytes_of_tables(size_t sequences) const {
+        return sequences * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
+    }
+    const float* turns_of(int64_t r) const { return turns_ + r * c_.rotary_dim; }
+    size_t bytes_of_turns(int64_t rows) const { return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float); }
+    void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t position, bool written) const;
+    void place(const LayerWeights&, const Segment&, bool clears);
+    void attend(const LayerWeights&, std::span<const Segment>, int rows);
+    void attend_pass(const LayerWeights&, std::span<const Segment>, const args::Attention&);
+    void flash(const LayerWeights&, const Segment&);
+
+    static constexpr int kSequences = 64;  // of a batch
 
     const Config c_;
     const Options options_;
@@ -99,11 +127,20 @@ class GpuOps final : public Ops {
     std::vector<Memory> owned_;
     size_t scratch_bytes_ = 0;
     Activations a_;
-    int32_t* tokens_ = nullptr;    // (T)
-    float* query_ = nullptr;       // (T, H, Dh) normed, turned, scaled
-    float* turns_ = nullptr;       // (T, R / 2, 2): cosine and sine of each row's position
-    float* partial_ = nullptr;     // (rows of a pass, H, spans of the longest context, Dh + 2)
-    float* logits_ = nullptr;      // (rows at a time, V)
+    int32_t* tokens_ = nullptr;  // (T)
+    float* turns_ = nullptr;    // (T, R / 2, 2): cosine and sine of each row's position
+    float* logits_ = nullptr;   // (rows at a time, V)
+    args::Sequence* sequences_ = nullptr;  // (kSequences)
+
+    float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
+    float* gates_ = nullptr;     // (rows of whole chunks, Hv, 2): log decay, beta
+    float* solved_ = nullptr;    // (2, chunks, Hv, 64, 64): M and P of metal/gdn_chunk.metal
+    float* scales_ = nullptr;    // (chunks, Hv, 3, 8, 8, 8): diagonals that scale a chunk's rows by their decays
+
+    float* partial_ = nullptr;  // (results_, H, Dh + 2): of spans of positions, a row's together
+    int64_t results_ = 0;
+    std::byte** pages_ = nullptr;  // (kSequences, pages of the longest context): their addresses
+
     void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
     uint32_t* order_ = nullptr;    // (T K): assignments sorted by expert
     uint32_t* counts_ = nullptr;   // (runs of assignments, E)
@@ -112,9 +149,8 @@ class GpuOps final : public Ops {
     void* part_ = nullptr;         // (T, K, D) bf16: what the experts give
     float* shared_out_ = nullptr;  // (T, D): what the shared expert gives
     int sorted_layer_ = -1;        // whose assignments order_ has
-    std::byte** pages_ = nullptr;  // (sequences, pages of the longest context): their addresses
-    int64_t spans_ = 0;            // of the longest context
     int64_t pages_of_sequence_ = 0;
+
     std::vector<double> frequency_;  // (R / 2)
 
     Linear embedding_, head_;

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <span>
+#include <string>
 
 #include "error.h"
 #include "gpu/recorder.h"
@@ -59,7 +60,7 @@ inline uint32_t groups_for(uint32_t blocks) {
 }
 
 struct Launch {
-    const char* kernel;
+    std::string kernel;
     std::array<uint32_t, 3> groups;
     uint32_t threads = kSimds * kSimd;
     std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
@@ -79,7 +80,7 @@ void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffe
                "%s: needs %u bytes of threadgroup memory, a GPU has %u. This model is too wide for the GPU "
                "kernels; use "
                "device=\"cpu\".",
-               launch.kernel, bytes, kMaxThreadgroup);
+               launch.kernel.c_str(), bytes, kMaxThreadgroup);
     recorder.dispatch({.kernel = launch.kernel,
                        .groups = {launch.groups[0], launch.groups[1], launch.groups[2]},
                        .threads = launch.threads,
@@ -88,6 +89,15 @@ void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffe
                        .threadgroup = {launch.threadgroup.data(), arguments},
                        .reached = launch.reached,
                        .indirect = launch.indirect});
+}
+
+// The smallest variant of a kernel whose lanes hold at least `wanted` numbers each.
+template <size_t N>
+int variant(const std::array<int, N>& sizes, int wanted, const char* what, int got) {
+    for (int size : sizes)
+        if (size >= wanted) return size;
+    throw DeviceError(format("%s: the GPU kernels take at most %d, got %d. Use device=\"cpu\".", what,
+                             got / wanted * sizes.back(), got));
 }
 
 }  // namespace lily

@@ -11,21 +11,7 @@ namespace lily {
 
 namespace {
 
-constexpr uint32_t kValues = 64;      // rows of S that a threadgroup takes: metal/gdn.metal
-constexpr int64_t kSpan = 2048;       // positions of one attention result: metal/attention.metal
-constexpr uint32_t kHeadsOfSimd = 4;  // query heads that share a load of keys: metal/attention.metal
-constexpr int kRowsOfPass = 8;        // rows whose attention results are held at a time
 constexpr int kLogitRows = 32;
-constexpr int kSequences = 64;                   // sequences of a batch
-
-// The smallest variant of a kernel whose lanes hold at least `wanted` numbers each.
-template <size_t N>
-int variant(const std::array<int, N>& sizes, int wanted, const char* what, int got) {
-    for (int size : sizes)
-        if (size >= wanted) return size;
-    throw DeviceError(format("%s: the GPU kernels take at most %d, got %d. Use device=\"cpu\".", what,
-                             got / wanted * sizes.back(), got));
-}
 
 }  // namespace
 
@@ -48,16 +34,14 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #define LILY_FIELD(name, width, type) a_.name = Tensor(scratch(T * (width)), type, {T, width});
     LILY_ACTIVATIONS(LILY_FIELD)
 #undef LILY_FIELD
-    spans_ = (c.max_positions + kSpan - 1) / kSpan;
-    pages_of_sequence_ = (c.max_positions + kPageTokens - 1) / kPageTokens;
     tokens_ = reinterpret_cast<int32_t*>(scratch(T));
-    query_ = scratch(T * c.heads * c.head_dim);
     turns_ = scratch(T * c.rotary_dim);
-    partial_ = scratch(kRowsOfPass * c.heads * spans_ * (c.head_dim + 2));
     logits_ = scratch(int64_t{kLogitRows} * c.vocab);
-    pages_ = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
     rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
     allocate_experts();
+    sequences_ = reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+    allocate_gdn();
+    allocate_attention();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
     upload(weights);
@@ -108,7 +92,7 @@ void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
 }
 
 // What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
-// pages are.
+// states and pages are.
 void GpuOps::begin(const Batch& batch) {
     LILY_CHECK(std::invalid_argument, batch.segments.size() <= kSequences,
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
@@ -126,11 +110,24 @@ void GpuOps::begin(const Batch& batch) {
                 turn[0] = static_cast<float>(std::cos(angle));
                 turn[1] = static_cast<float>(std::sin(angle));
             }
+        sequences_[s] = {.now = c_.delta_layers() ? segment.state->conv(0) : nullptr,
+                         .next = c_.delta_layers() ? segment.state->next_conv(0) : nullptr,
+                         .row = static_cast<uint32_t>(segment.row),
+                         .tokens = static_cast<uint32_t>(segment.length),
+                         .position = static_cast<uint32_t>(segment.position),
+                         .unused = 0};
         if (c_.attention_layers() == 0) continue;
         std::byte** table = pages_ + static_cast<int64_t>(s) * pages_of_sequence_;
         for (int64_t page = 0; page * kPageTokens < segment.position + segment.length; ++page)
             table[page] = segment.state->keys(0, page);
     }
+}
+
+// Which of the batch's sequences a segment is: begin() wrote them down in their order.
+int64_t GpuOps::number_of(const Segment& s) const {
+    int64_t number = 0;
+    while (sequences_[number].row != static_cast<uint32_t>(s.row)) ++number;
+    return number;
 }
 
 void GpuOps::embed(const Linear&, const Batch& batch) {
@@ -188,39 +185,6 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
             .write(a_.a.data, bytes_of_rows(a_.a, T)));
 }
 
-void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
-    static constexpr std::array<int, 5> kSizes = {4, 8, 16, 32, 64};
-    const int columns = variant(kSizes, (c_.key_dim + 3) / 4, "linear_key_head_dim", c_.key_dim);
-    const std::string kernel = "gdn_mix_" + std::to_string(columns);
-    const size_t conv =
-        static_cast<size_t>(c_.conv_taps - 1) * static_cast<size_t>(c_.channels()) * sizeof(float);
-    const size_t delta = static_cast<size_t>(c_.value_heads) * static_cast<size_t>(c_.value_dim) *
-                         static_cast<size_t>(c_.key_dim) * sizeof(float);
-    for (const Segment& s : batch.segments) {
-        const args::GdnMix p{static_cast<uint32_t>(s.length),       static_cast<uint32_t>(c_.key_heads),
-                             static_cast<uint32_t>(c_.value_heads), static_cast<uint32_t>(c_.key_dim),
-                             static_cast<uint32_t>(c_.value_dim),   static_cast<uint32_t>(c_.conv_taps),
-                             static_cast<uint32_t>(a_.y.shape[1])};
-        run(recorder_,
-            {.kernel = kernel.c_str(),
-             .groups = {(p.value_dim + kValues - 1) / kValues, p.value_heads, 1},
-             .threads = kValues * 4},
-            p,
-            Buffers()
-                .read(row(a_.qkv, s.row), bytes_of_rows(a_.qkv, s.length))
-                .read(row(a_.b, s.row), bytes_of_rows(a_.b, s.length))
-                .read(row(a_.a, s.row), bytes_of_rows(a_.a, s.length))
-                .read(layer.gdn.conv)
-                .read(layer.gdn.a_log)
-                .read(layer.gdn.dt_bias)
-                .read(s.state->conv(layer.index), conv)
-                .read(s.state->delta(layer.index), delta)
-                .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length))
-                .write(s.state->next_conv(layer.index), conv)
-                .write(s.state->next_delta(layer.index), delta));
-    }
-}
-
 void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     const Linear& out = here(layer).gdn.out;
     const auto T = static_cast<uint32_t>(batch.rows);
@@ -267,88 +231,6 @@ void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
             .write(a_.qg.data, bytes_of_rows(a_.qg, T))
             .write(a_.k.data, bytes_of_rows(a_.k, T))
             .write(a_.v.data, bytes_of_rows(a_.v, T)));
-}
-
-void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
-    for (size_t i = 0; i < batch.segments.size(); ++i) {
-        const Segment& s = batch.segments[i];
-        const StateLayout& layout = s.state->layout();
-        const args::Attention p{static_cast<uint32_t>(s.length),     static_cast<uint32_t>(s.position),
-                                static_cast<uint32_t>(c_.heads),     static_cast<uint32_t>(c_.kv_heads),
-                                static_cast<uint32_t>(c_.head_dim),  static_cast<uint32_t>(c_.rotary_dim),
-                                static_cast<float>(c_.norm_epsilon), type_of(kv_),
-                                static_cast<uint32_t>(layout.plane), static_cast<uint32_t>(layer.index),
-                                static_cast<uint32_t>(spans_),       static_cast<uint32_t>(a_.y.shape[1])};
-        std::byte** table = pages_ + static_cast<int64_t>(i) * pages_of_sequence_;
-        place(layer.attn, s, p, table);
-        for (int first = 0; first < s.length; first += kRowsOfPass)
-            attend(s, p, first, std::min(kRowsOfPass, s.length - first), table);
-    }
-}
-
-// Keys and values of this layer in the pages from the one that holds `position` to the last of the segment.
-std::vector<Binding> GpuOps::pages_from(int64_t position, const Segment& s, const args::Attention& p,
-                                        bool written) const {
-    std::vector<Binding> pages;
-    for (int64_t page = position / kPageTokens; page * kPageTokens < s.position + s.length; ++page)
-        pages.push_back(
-            {s.state->keys(static_cast<int>(p.layer), page), 2 * s.state->layout().plane, written});
-    return pages;
-}
-
-void GpuOps::place(const AttentionWeights& w, const Segment& s, const args::Attention& p, std::byte** table) {
-    const std::vector<Binding> pages = pages_from(s.position, s, p, true);
-    const size_t query_bytes =
-        static_cast<size_t>(c_.heads) * static_cast<size_t>(c_.head_dim) * sizeof(float);
-    const size_t turn_bytes = static_cast<size_t>(c_.rotary_dim) * sizeof(float);
-    const auto length = static_cast<size_t>(s.length), r = static_cast<size_t>(s.row);
-    run(recorder_,
-        {.kernel = "attn_mix_place",
-         .groups = {p.heads + p.kv_heads, p.tokens, 1},
-         .threads = kSimd,
-         .reached = pages},
-        p,
-        Buffers()
-            .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))
-            .read(row(a_.k, s.row), bytes_of_rows(a_.k, s.length))
-            .read(row(a_.v, s.row), bytes_of_rows(a_.v, s.length))
-            .read(w.q_norm)
-            .read(w.k_norm)
-            .read(turns_ + r * turn_bytes / sizeof(float), length * turn_bytes)
-            .read(table, static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*))
-            .write(query_ + r * query_bytes / sizeof(float), length * query_bytes));
-}
-
-void GpuOps::attend(const Segment& s, const args::Attention& whole, int first, int rows, std::byte** table) {
-    static constexpr std::array<int, 4> kSizes = {1, 2, 4, 8};
-    const int dims = variant(kSizes, (c_.head_dim + 31) / 32, "head_dim", c_.head_dim);
-    const std::string kernel = "attn_mix_split_" + std::to_string(dims);
-    args::Attention p = whole;
-    p.position += static_cast<uint32_t>(first);
-    p.tokens = static_cast<uint32_t>(rows);
-    p.spans = static_cast<uint32_t>((s.position + first + rows + kSpan - 1) / kSpan);
-    const std::vector<Binding> pages = pages_from(0, s, p, false);
-    const uint32_t shared = p.heads / p.kv_heads, quads = (shared + kHeadsOfSimd - 1) / kHeadsOfSimd;
-    const size_t query_bytes =
-        static_cast<size_t>(c_.heads) * static_cast<size_t>(c_.head_dim) * sizeof(float);
-    const size_t partial_bytes =
-        static_cast<size_t>(rows) * p.heads * p.spans * (p.head_dim + 2) * sizeof(float);
-    const int64_t r = s.row + first;
-    run(recorder_,
-        {.kernel = kernel.c_str(),
-         .groups = {p.spans, p.kv_heads * quads, p.tokens},
-         .threads = 4 * kSimd,
-         .reached = pages},
-        p,
-        Buffers()
-            .read(query_ + r * c_.heads * c_.head_dim, static_cast<size_t>(rows) * query_bytes)
-            .read(table, static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*))
-            .write(partial_, partial_bytes));
-    run(recorder_, {.kernel = "attn_mix_merge", .groups = {p.heads, p.tokens, 1}, .threads = kSimd}, p,
-        Buffers()
-            .read(partial_, partial_bytes)
-            .read(row(a_.qg, r), bytes_of_rows(a_.qg, rows))
-            .write(row(a_.y, r), bytes_of_rows(a_.y, rows)));
 }
 
 void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {

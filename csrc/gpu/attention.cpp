@@ -1,0 +1,194 @@
+// GpuOps: attention between its projections, as the dispatches of metal/attention.metal.
+#include <algorithm>
+
+#include "gpu/backend.h"
+#include "gpu/launch.h"
+
+namespace lily {
+
+namespace {
+
+constexpr uint32_t kHeadsOfLoad = 4;   // query heads that share a load of keys and values
+constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose spans' results fit at a time
+constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/attention.metal
+constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/attention.metal
+
+uint32_t count(size_t n) { return static_cast<uint32_t>(n); }
+
+}  // namespace
+
+// The spans that a row which sees `seen` positions falls into.
+uint32_t GpuOps::spans_of(int64_t seen) const {
+    const uint32_t span = args::span_of(static_cast<uint32_t>(seen), static_cast<uint32_t>(options_.fixed_blocks_from));
+    return (static_cast<uint32_t>(seen) + span - 1) / span;
+}
+
+// Room for the results of the most spans that any row has: with growing spans that need not be the longest context.
+void GpuOps::allocate_attention() {
+    const Config& c = c_;
+    if (c.attention_layers() == 0) return;
+    pages_of_sequence_ = (c.max_positions + kPageTokens - 1) / kPageTokens;
+    pages_ = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
+    results_ = kRowsOfResults * std::max<int64_t>(32, spans_of(c.max_positions));
+    partial_ = scratch(results_ * c.heads * (c.head_dim + 2));
+}
+
+args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment& s) const {
+    return {.tokens = static_cast<uint32_t>(s.length),
+            .before = 0,
+            .appends = 0,
+            .cleared = 0,
+            .heads = static_cast<uint32_t>(c_.heads),
+            .kv_heads = static_cast<uint32_t>(c_.kv_heads),
+            .head_dim = static_cast<uint32_t>(c_.head_dim),
+            .rotary_dim = static_cast<uint32_t>(c_.rotary_dim),
+            .epsilon = static_cast<float>(c_.norm_epsilon),
+            .layer = static_cast<uint32_t>(layer.index),
+            .plane = count(s.state->layout().plane / bytes_of(kv_)),
+            .pages = static_cast<uint32_t>(pages_of_sequence_),
+            .spans = 0,
+            .fixed_from = static_cast<uint32_t>(options_.fixed_blocks_from),
+            .y_stride = static_cast<uint32_t>(a_.y.shape[1])};
+}
+
+// Several rows of a sequence are written into their pages first; a row that is alone in its sequence is appended by the
+// dispatch that attends.
+void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
+    const std::span<const Segment> segments = batch.segments;
+    if (std::all_of(segments.begin(), segments.end(), [](const Segment& s) { return s.length == 1; }))
+        return attend(layer, segments, batch.rows);
+    for (const Segment& s : segments) {
+        const bool tiled = flashes(s);
+        place(layer, s, tiled);
+        if (tiled) {
+            flash(layer, s);
+        } else {
+            attend(layer, {&s, 1}, s.length);
+        }
+    }
+}
+
+// Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who keeps them in f32
+// gets the kernels that do not; and they take heads of a few widths.
+bool GpuOps::flashes(const Segment& s) const {
+    return options_.flash_from > 0 && s.length >= options_.flash_from && kv_ == DType::bf16 &&
+           (c_.head_dim == 64 || c_.head_dim == 128 || c_.head_dim == 256);
+}
+
+// Keys and values of a layer in the pages from the one that holds `position` to the last of the segment.
+void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment& s, int64_t position, bool written) const {
+    for (int64_t page = position / kPageTokens; page * kPageTokens < s.position + s.length; ++page)
+        reached.push_back({s.state->keys(layer, page), 2 * s.state->layout().plane, written});
+}
+
+const char* GpuOps::kv_name() const { return kv_ == DType::bf16 ? "bf16" : "f32"; }
+
+// Consecutive dimensions of a head that a lane takes.
+int GpuOps::dimensions_of_lane() const {
+    static constexpr std::array<int, 4> kSizes = {1, 2, 4, 8};
+    return variant(kSizes, (c_.head_dim + 31) / 32, "head_dim", c_.head_dim);
+}
+
+void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
+    args::Attention p = attention_args(layer, s);
+    const int64_t end = s.position + s.length;
+    if (clears) p.cleared = static_cast<uint32_t>((end + kBlock - 1) / kBlock * kBlock - end);
+    std::vector<Binding> reached;
+    reach_pages(reached, layer.index, s, s.position, true);
+    run(recorder_,
+        {.kernel = format("attn_mix_place_%s_%d", kv_name(), dimensions_of_lane()),
+         .groups = {p.kv_heads, p.tokens + p.cleared, 1},
+         .threads = kSimd,
+         .reached = reached},
+        p,
+        Buffers()
+            .read(row(a_.k, s.row), bytes_of_rows(a_.k, s.length))
+            .read(row(a_.v, s.row), bytes_of_rows(a_.v, s.length))
+            .read(layer.attn.k_norm)
+            .read(turns_of(s.row), bytes_of_turns(s.length))
+            .read(sequence_of(s), sizeof(args::Sequence))
+            .read(pages_of(s), bytes_of_tables(1)));
+}
+
+// Attention over spans of the rows of segments that are one row each, or of one segment whose rows are placed; as
+// many rows at a time as there is room for their spans' results.
+void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments, int rows) {
+    const bool alone = segments.size() == static_cast<size_t>(rows) && segments[0].length == 1;
+    const auto seen = [&](int r) {
+        return alone ? segments[static_cast<size_t>(r)].position + 1 : segments[0].position + r + 1;
+    };
+    for (int first = 0, next = 0; first < rows; first = next) {
+        uint32_t spans = 0;
+        for (; next < rows; ++next) {
+            const uint32_t wider = std::max(spans, spans_of(seen(next)));
+            if (wider > 1 && (next - first + 1) * static_cast<int64_t>(wider) > results_) break;
+            spans = wider;
+        }
+        const std::span<const Segment> here = alone ? segments.subspan(static_cast<size_t>(first)) : segments;
+        args::Attention p = attention_args(layer, here[0]);
+        p.tokens = static_cast<uint32_t>(next - first);
+        p.before = alone ? 0 : static_cast<uint32_t>(first);
+        p.appends = alone;
+        p.spans = spans;
+        attend_pass(layer, here.first(alone ? p.tokens : 1), p);
+    }
+}
+
+void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> segments, const args::Attention& p) {
+    const Segment& s = segments[0];
+    const int64_t first = s.row + p.before, rows = p.tokens;
+    const uint32_t heads = options_.gqa_packing ? kHeadsOfLoad : 1, shared = p.heads / p.kv_heads;
+    const bool wide = options_.coalesced_kv && kv_ == DType::bf16 && c_.head_dim == 256;
+    const size_t results = p.spans > 1 ? p.tokens * p.heads * p.spans * (p.head_dim + 2) * sizeof(float) : 0;
+    std::vector<Binding> reached;
+    for (const Segment& segment : segments) {
+        if (p.appends) reach_pages(reached, layer.index, segment, segment.position, true);
+        reach_pages(reached, layer.index, segment, 0, false);
+    }
+    run(recorder_,
+        {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads, wide ? "true" : "false"),
+         .groups = {p.spans, p.kv_heads * ((shared + heads - 1) / heads), p.tokens},
+         .threads = 4 * kSimd,
+         .reached = reached},
+        p,
+        Buffers()
+            .read(row(a_.qg, first), bytes_of_rows(a_.qg, rows))
+            .read(row(a_.k, first), bytes_of_rows(a_.k, rows))
+            .read(row(a_.v, first), bytes_of_rows(a_.v, rows))
+            .read(layer.attn.q_norm)
+            .read(layer.attn.k_norm)
+            .read(turns_of(first), bytes_of_turns(rows))
+            .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
+            .read(pages_of(s), bytes_of_tables(segments.size()))
+            .write(partial_, results)
+            .write(row(a_.y, first), bytes_of_rows(a_.y, rows)));
+    if (p.spans == 1) return;
+    run(recorder_, {.kernel = "attn_mix_merge", .groups = {p.heads, p.tokens, 1}}, p,
+        Buffers()
+            .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
+            .read(partial_, results)
+            .read(row(a_.qg, first), bytes_of_rows(a_.qg, rows))
+            .write(row(a_.y, first), bytes_of_rows(a_.y, rows)));
+}
+
+void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
+    const args::Attention p = attention_args(layer, s);
+    const uint32_t rows = p.tokens * (p.heads / p.kv_heads);
+    std::vector<Binding> reached;
+    reach_pages(reached, layer.index, s, 0, false);
+    run(recorder_,
+        {.kernel = format("attn_mix_flash_%d", c_.head_dim),
+         .groups = {(rows + kRowsOfTile - 1) / kRowsOfTile, p.kv_heads, 1},
+         .threads = 4 * kSimd,
+         .reached = reached},
+        p,
+        Buffers()
+            .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))
+            .read(layer.attn.q_norm)
+            .read(turns_of(s.row), bytes_of_turns(s.length))
+            .read(sequence_of(s), sizeof(args::Sequence))
+            .read(pages_of(s), bytes_of_tables(1))
+            .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length)));
+}
+
+}  // namespace lily
