@@ -210,8 +210,10 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         }
     }
     for (ushort h = 0; h < kHeads; ++h) {
-        tops[simd * kHeads + h] = top[h];
-        totals[simd * kHeads + h] = total[h];
+        if (lane == 0) {
+            tops[simd * kHeads + h] = top[h];
+            totals[simd * kHeads + h] = total[h];
+        }
         for (ushort i = 0; i < N; ++i) parts[(simd * kHeads + h) * kWidth + lane * N + i] = y[h][i];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -37,14 +37,20 @@ def kernels(instrumented: bool = False) -> str:
     return str(compiler.compile(sorted((HERE.parent / "metal").glob("*.metal")), instrumented=instrumented))
 
 
+# The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever is beside a row.
+ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
+
+
 def backends() -> list[str]:
     """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator."""
-    return [*code_paths(), *([] if rungs.why_left_out("metal") else ["sim"])]
+    return [*code_paths(), *([] if rungs.why_left_out("metal") else ["sim rows", "sim tiles"])]
 
 
 def options_of(backend: str) -> dict[str, str]:
     """Return the options that choose a backend."""
-    return {"device": "sim", "kernels": kernels()} if backend == "sim" else {"device": "cpu", "simd": backend}
+    if not backend.startswith("sim"):
+        return {"device": "cpu", "simd": backend}
+    return {"device": "sim", "kernels": kernels()} | (ROW_BY_ROW if backend == "sim rows" else {})
 
 
 def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import rungs
 from lily import _core, errors, reference
-from support import CHECKPOINTS, compare, kernels
+from support import CHECKPOINTS, ROW_BY_ROW, compare, kernels
 
 GREEDY = _core.Sampling(temperature=0)
 PROMPT = np.random.default_rng(2).integers(0, 640, 21).astype(np.int32)
@@ -19,7 +19,7 @@ def metal():
 
 
 def make_session(checkpoint, instrumented=False, **options):
-    options = {"device": "sim", "kernels": kernels(instrumented)} | options
+    options = {"device": "sim", "kernels": kernels(instrumented)} | ROW_BY_ROW | options
     return _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), options)
 
 

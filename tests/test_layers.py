@@ -46,7 +46,12 @@ MAY_INCLUDE = {
     "gpu/device.h": f"{LEAVES} state.h",
     "gpu/recorder.*": "gpu/device.h gpu/recorder.h",
     "gpu/backend.h": f"{MODEL} options.h sample.h gpu/recorder.h metal/args.h",
-    "gpu/ops.cpp": f"{MODEL} options.h gpu/backend.h",
+    "gpu/launch.h": f"{MODEL} gpu/recorder.h metal/args.h",
+    "gpu/ops.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
+    "gpu/attention.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
+    "gpu/gdn.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
+    "gpu/matmul.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
+    "gpu/moe.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
     "gpu/dry.*": f"{MODEL} options.h forward.h gpu/backend.h gpu/dry.h",
     "gpu/sim.cpp": f"{LEAVES} gpu/device.h tools/metal/runtime.h",
 }

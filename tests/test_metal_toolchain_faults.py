@@ -21,7 +21,9 @@ def planted():
         expected = re.fullmatch(r"// ([a-z -]+): (.+)", lines[at - 1])
         if kernel and expected:
             end = lines.index("}", at)
-            marks = {mark: [n + 1 for n in range(at, end) if lines[n].endswith(mark)] for mark in ("// !", "// <")}
+            marks = {
+                mark: [n + 1 for n in range(at, end) if lines[n].endswith(mark)] for mark in ("// !", "// <")
+            }
             own, other = (marks[mark][0] if marks[mark] else 0 for mark in marks)
             found[kernel[1]] = (expected[1], expected[2].format(own=own, other=other), own)
     return found
@@ -41,7 +43,11 @@ def test_every_kind_of_fault_is_planted():
 def test_planted_fault(kernel):
     fault, words, line = planted()[kernel]
     library = simulated.library("faults", instrumented=True)
-    memory = (32800,) if any(space == "threadgroup" for _, space, _, _ in library.kernels[kernel].arguments) else ()
+    memory = (
+        (32800,)
+        if any(space == "threadgroup" for _, space, _, _ in library.kernels[kernel].arguments)
+        else ()
+    )
     run = library.run(kernel, buffers(), (2,), (64,), threadgroup=memory, check=False)
     message = f"{kernel}:{line}: {words}" if line else f"{kernel}: {words}"
     assert (fault, line, message) in [(f.fault, f.line, f.message) for f in run.findings]
@@ -70,8 +76,12 @@ def test_launches_that_are_refused():
         return found.message
 
     assert refused("odd_address", {0: buffers()[0]}, (64,)) == "odd_address: in [[buffer(1)]] is not bound"
-    assert refused("odd_address", buffers(), (1025,)) == "odd_address: a group has 1025 threads; 1 to 1024 run"
-    assert refused("too_much_memory", buffers(), (64,)) == "too_much_memory: s [[threadgroup(0)]] has no length"
+    assert (
+        refused("odd_address", buffers(), (1025,)) == "odd_address: a group has 1025 threads; 1 to 1024 run"
+    )
+    assert (
+        refused("too_much_memory", buffers(), (64,)) == "too_much_memory: s [[threadgroup(0)]] has no length"
+    )
     wrong_grid = refused("odd_address", buffers(), (64,), grid=(65, 1, 1))
     assert wrong_grid == "odd_address: a grid of 65 threads needs 2 groups, not 1"
 
@@ -135,7 +145,13 @@ def test_traffic_of_vectors_and_of_one_place():
     wide = traffic("copy_vectors").traffic[1]
     assert (wide.reads, wide.bytes_read, wide.groups, wide.sectors, wide.lines) == (256, 4096, 8, 128, 32)
     same = traffic("broadcast").traffic[1]
-    assert (same.reads, same.bytes_read, same.groups, same.sectors, same.unique_lines) == (1024, 4096, 32, 32, 1)
+    assert (same.reads, same.bytes_read, same.groups, same.sectors, same.unique_lines) == (
+        1024,
+        4096,
+        32,
+        32,
+        1,
+    )
 
 
 def test_lines_are_counted_once_a_dispatch_and_ranges_are_exact():

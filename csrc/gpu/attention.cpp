@@ -13,17 +13,21 @@ constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose span
 constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/attention.metal
 constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/attention.metal
 
-uint32_t count(size_t n) { return static_cast<uint32_t>(n); }
+uint32_t count(size_t n) {
+    return static_cast<uint32_t>(n);
+}
 
 }  // namespace
 
 // The spans that a row which sees `seen` positions falls into.
 uint32_t GpuOps::spans_of(int64_t seen) const {
-    const uint32_t span = args::span_of(static_cast<uint32_t>(seen), static_cast<uint32_t>(options_.fixed_blocks_from));
+    const uint32_t span =
+        args::span_of(static_cast<uint32_t>(seen), static_cast<uint32_t>(options_.fixed_blocks_from));
     return (static_cast<uint32_t>(seen) + span - 1) / span;
 }
 
-// Room for the results of the most spans that any row has: with growing spans that need not be the longest context.
+// Room for the results of the most spans that any row has: with growing spans that need not be the longest
+// context.
 void GpuOps::allocate_attention() {
     const Config& c = c_;
     if (c.attention_layers() == 0) return;
@@ -51,8 +55,8 @@ args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment&
             .y_stride = static_cast<uint32_t>(a_.y.shape[1])};
 }
 
-// Several rows of a sequence are written into their pages first; a row that is alone in its sequence is appended by the
-// dispatch that attends.
+// Several rows of a sequence are written into their pages first; a row that is alone in its sequence is
+// appended by the dispatch that attends.
 void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
     const std::span<const Segment> segments = batch.segments;
     if (std::all_of(segments.begin(), segments.end(), [](const Segment& s) { return s.length == 1; }))
@@ -68,20 +72,23 @@ void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
     }
 }
 
-// Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who keeps them in f32
-// gets the kernels that do not; and they take heads of a few widths.
+// Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who keeps
+// them in f32 gets the kernels that do not; and they take heads of a few widths.
 bool GpuOps::flashes(const Segment& s) const {
     return options_.flash_from > 0 && s.length >= options_.flash_from && kv_ == DType::bf16 &&
            (c_.head_dim == 64 || c_.head_dim == 128 || c_.head_dim == 256);
 }
 
 // Keys and values of a layer in the pages from the one that holds `position` to the last of the segment.
-void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment& s, int64_t position, bool written) const {
+void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment& s, int64_t position,
+                         bool written) const {
     for (int64_t page = position / kPageTokens; page * kPageTokens < s.position + s.length; ++page)
         reached.push_back({s.state->keys(layer, page), 2 * s.state->layout().plane, written});
 }
 
-const char* GpuOps::kv_name() const { return kv_ == DType::bf16 ? "bf16" : "f32"; }
+const char* GpuOps::kv_name() const {
+    return kv_ == DType::bf16 ? "bf16" : "f32";
+}
 
 // Consecutive dimensions of a head that a lane takes.
 int GpuOps::dimensions_of_lane() const {
@@ -110,8 +117,8 @@ void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
             .read(pages_of(s), bytes_of_tables(1)));
 }
 
-// Attention over spans of the rows of segments that are one row each, or of one segment whose rows are placed; as
-// many rows at a time as there is room for their spans' results.
+// Attention over spans of the rows of segments that are one row each, or of one segment whose rows are
+// placed; as many rows at a time as there is room for their spans' results.
 void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments, int rows) {
     const bool alone = segments.size() == static_cast<size_t>(rows) && segments[0].length == 1;
     const auto seen = [&](int r) {
@@ -134,7 +141,8 @@ void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments
     }
 }
 
-void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> segments, const args::Attention& p) {
+void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> segments,
+                         const args::Attention& p) {
     const Segment& s = segments[0];
     const int64_t first = s.row + p.before, rows = p.tokens;
     const uint32_t heads = options_.gqa_packing ? kHeadsOfLoad : 1, shared = p.heads / p.kv_heads;
@@ -146,7 +154,8 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
         reach_pages(reached, layer.index, segment, 0, false);
     }
     run(recorder_,
-        {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads, wide ? "true" : "false"),
+        {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads,
+                          wide ? "true" : "false"),
          .groups = {p.spans, p.kv_heads * ((shared + heads - 1) / heads), p.tokens},
          .threads = 4 * kSimd,
          .reached = reached},

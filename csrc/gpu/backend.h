@@ -106,7 +106,9 @@ class GpuOps final : public Ops {
         return sequences * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
     }
     const float* turns_of(int64_t r) const { return turns_ + r * c_.rotary_dim; }
-    size_t bytes_of_turns(int64_t rows) const { return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float); }
+    size_t bytes_of_turns(int64_t rows) const {
+        return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float);
+    }
     void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t position, bool written) const;
     void place(const LayerWeights&, const Segment&, bool clears);
     void attend(const LayerWeights&, std::span<const Segment>, int rows);
@@ -127,15 +129,16 @@ class GpuOps final : public Ops {
     std::vector<Memory> owned_;
     size_t scratch_bytes_ = 0;
     Activations a_;
-    int32_t* tokens_ = nullptr;  // (T)
-    float* turns_ = nullptr;    // (T, R / 2, 2): cosine and sine of each row's position
-    float* logits_ = nullptr;   // (rows at a time, V)
+    int32_t* tokens_ = nullptr;            // (T)
+    float* turns_ = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
+    float* logits_ = nullptr;              // (rows at a time, V)
     args::Sequence* sequences_ = nullptr;  // (kSequences)
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
     float* gates_ = nullptr;     // (rows of whole chunks, Hv, 2): log decay, beta
     float* solved_ = nullptr;    // (2, chunks, Hv, 64, 64): M and P of metal/gdn_chunk.metal
-    float* scales_ = nullptr;    // (chunks, Hv, 3, 8, 8, 8): diagonals that scale a chunk's rows by their decays
+    float* scales_ =
+        nullptr;  // (chunks, Hv, 3, 8, 8, 8): diagonals that scale a chunk's rows by their decays
 
     float* partial_ = nullptr;  // (results_, H, Dh + 2): of spans of positions, a row's together
     int64_t results_ = 0;

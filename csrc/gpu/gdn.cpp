@@ -1,4 +1,5 @@
-// GpuOps: Gated DeltaNet between its projections, as the dispatches of metal/gdn.metal and metal/gdn_chunk.metal.
+// GpuOps: Gated DeltaNet between its projections, as the dispatches of metal/gdn.metal and
+// metal/gdn_chunk.metal.
 #include <algorithm>
 
 #include "gpu/backend.h"
@@ -9,11 +10,12 @@ namespace lily {
 namespace {
 
 constexpr uint32_t kValuesOfStep = 64;  // rows of S that a threadgroup of gdn_mix_step takes: metal/gdn.metal
-constexpr uint32_t kSimdsOfScan = 8;    // SIMD-groups of a threadgroup that prepares or scans: metal/gdn.metal
-constexpr uint32_t kSimdsOfChunk = 4;   // SIMD-groups of a threadgroup: metal/gdn_chunk.metal
-constexpr int64_t kChunk = 64;          // tokens of a chunk of the position grid: metal/gdn_chunk.metal
-constexpr uint32_t kTile = 8;           // rows of S that a SIMD-group walks with: metal/gdn_chunk.metal
-constexpr int64_t kScales = 3 * kTile;  // floats of a row in the diagonals that scale a chunk: metal/gdn_chunk.metal
+constexpr uint32_t kSimdsOfScan = 8;   // SIMD-groups of a threadgroup that prepares or scans: metal/gdn.metal
+constexpr uint32_t kSimdsOfChunk = 4;  // SIMD-groups of a threadgroup: metal/gdn_chunk.metal
+constexpr int64_t kChunk = 64;         // tokens of a chunk of the position grid: metal/gdn_chunk.metal
+constexpr uint32_t kTile = 8;          // rows of S that a SIMD-group walks with: metal/gdn_chunk.metal
+constexpr int64_t kScales =
+    3 * kTile;  // floats of a row in the diagonals that scale a chunk: metal/gdn_chunk.metal
 
 }  // namespace
 
@@ -23,8 +25,8 @@ bool GpuOps::chunks() const {
            c_.value_dim % kTile == 0;
 }
 
-// What a scan of the longest pass needs: rows of whole chunks, of which the first and the last may be in part another
-// pass's.
+// What a scan of the longest pass needs: rows of whole chunks, of which the first and the last may be in part
+// another pass's.
 void GpuOps::allocate_gdn() {
     const Config& c = c_;
     if (c.delta_layers() == 0 || options_.gdn_scan_from == 0 || rows_ < options_.gdn_scan_from) return;
@@ -146,9 +148,11 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
             .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length)));
 }
 
-void GpuOps::gdn_chunks(const args::GdnMix& p, const Segment& s, int64_t rows, std::span<const Binding> delta) {
+void GpuOps::gdn_chunks(const args::GdnMix& p, const Segment& s, int64_t rows,
+                        std::span<const Binding> delta) {
     const int64_t matrices = rows * c_.value_heads * kChunk;  // floats of M, and of P
-    const size_t prepared_bytes = rows * c_.channels() * sizeof(float), matrix_bytes = matrices * sizeof(float);
+    const size_t prepared_bytes = rows * c_.channels() * sizeof(float),
+                 matrix_bytes = matrices * sizeof(float);
     const size_t gate_bytes = rows * c_.value_heads * 2 * sizeof(float);
     const size_t scale_bytes = rows * c_.value_heads * kScales * sizeof(float);
     run(recorder_,

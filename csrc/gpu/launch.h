@@ -13,10 +13,11 @@
 
 namespace lily {
 
-inline constexpr uint32_t kSimd = 32;        // lanes of a SIMD-group
-inline constexpr uint32_t kSimds = 8;        // SIMD-groups of a threadgroup that multiplies
-inline constexpr uint32_t kRowsOfSimd = 4;   // outputs that a SIMD-group takes: metal/quant.h
-inline constexpr uint32_t kSlabRows = 64;  // outputs of a threadgroup that multiplies in tiles: metal/matmul.h
+inline constexpr uint32_t kSimd = 32;       // lanes of a SIMD-group
+inline constexpr uint32_t kSimds = 8;       // SIMD-groups of a threadgroup that multiplies
+inline constexpr uint32_t kRowsOfSimd = 4;  // outputs that a SIMD-group takes: metal/quant.h
+inline constexpr uint32_t kSlabRows =
+    64;                                  // outputs of a threadgroup that multiplies in tiles: metal/matmul.h
 inline constexpr int kSlabColumns = 64;  // a multiple of which a tiled product sums over
 inline constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
 

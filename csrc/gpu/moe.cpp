@@ -10,7 +10,9 @@ namespace {
 
 constexpr int64_t kSortRun = 256;  // assignments that a threadgroup of the sort takes: metal/experts.metal
 
-uint32_t ceil_div(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
+uint32_t ceil_div(int64_t a, int64_t b) {
+    return static_cast<uint32_t>((a + b - 1) / b);
+}
 
 }  // namespace
 
@@ -21,7 +23,8 @@ void GpuOps::allocate_experts() {
     static_assert(sizeof(args::Tile) % sizeof(float) == 0);
     order_ = reinterpret_cast<uint32_t*>(scratch(assignments));
     counts_ = reinterpret_cast<uint32_t*>(scratch(ceil_div(assignments, kSortRun) * int64_t{c_.experts}));
-    tiles_ = reinterpret_cast<args::Tile*>(scratch(tiles * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
+    tiles_ = reinterpret_cast<args::Tile*>(
+        scratch(tiles * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
     grids_ = reinterpret_cast<uint32_t*>(scratch(6));
     part_ = scratch((assignments * c_.hidden + 1) / 2);
     shared_out_ = scratch(int64_t{rows_} * c_.hidden);
@@ -30,8 +33,8 @@ void GpuOps::allocate_experts() {
 void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     const MoeWeights& w = here(layer).moe;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate), matrix(w.shared_up),
-                           static_cast<float>(c_.norm_epsilon)};
+    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate),
+                           matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
     if (tiled(batch)) {
         norm_rows(layer.post_norm, T, a_.h.data, DType::f32);
         const Rows h{a_.h.data, bytes_of_rows(a_.h, T), D, DType::f32};
@@ -89,11 +92,13 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
 void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
     const MoeWeights& w = here(layer).moe;
     const auto T = static_cast<uint32_t>(batch.rows);
-    const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down), static_cast<uint32_t>(c_.experts_per_token)};
+    const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down),
+                          static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
     const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
     run(recorder_,
-        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}}, p,
+        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}},
+        p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))
@@ -105,19 +110,26 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
-// Sorts the assignments of T tokens by expert, unless moe_up has done so for this layer in this pass: on the device, in order_,
-// with the tiles that work them off in tiles_ and the grids of those in grids_.
+// Sorts the assignments of T tokens by expert, unless moe_up has done so for this layer in this pass: on the
+// device, in order_, with the tiles that work them off in tiles_ and the grids of those in grids_.
 void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
     if (sorted_layer_ == layer.number) return;
     sorted_layer_ = layer.number;
-    const auto E = static_cast<uint32_t>(c_.experts), assignments = T * static_cast<uint32_t>(c_.experts_per_token);
+    const auto E = static_cast<uint32_t>(c_.experts),
+               assignments = T * static_cast<uint32_t>(c_.experts_per_token);
     const uint32_t runs = ceil_div(assignments, kSortRun);
-    const args::MoeSort p{assignments, E, runs, expert_rows_, ceil_div(c_.expert_width, kSlabRows / 2),
+    const args::MoeSort p{assignments,
+                          E,
+                          runs,
+                          expert_rows_,
+                          ceil_div(c_.expert_width, kSlabRows / 2),
                           ceil_div(c_.hidden, kSlabRows)};
     const size_t counts = size_t{runs} * E * sizeof(uint32_t);
-    run(recorder_, {.kernel = "moe_sort_count", .groups = {runs, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
+    run(recorder_,
+        {.kernel = "moe_sort_count", .groups = {runs, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
         Buffers().read(a_.expert.data, bytes_of_rows(a_.expert, T)).write(counts_, counts));
-    run(recorder_, {.kernel = "moe_sort_plan", .groups = {1, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
+    run(recorder_,
+        {.kernel = "moe_sort_plan", .groups = {1, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
         Buffers()
             .write(counts_, counts)
             .write(tiles_, most_tiles(T) * sizeof(args::Tile))
@@ -129,7 +141,8 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
             .write(order_, assignments * sizeof(uint32_t)));
 }
 
-// Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each expert.
+// Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each
+// expert.
 uint32_t GpuOps::most_tiles(uint32_t T) const {
     const uint32_t assignments = T * static_cast<uint32_t>(c_.experts_per_token);
     return assignments / expert_rows_ + std::min(static_cast<uint32_t>(c_.experts), assignments);
@@ -138,7 +151,12 @@ uint32_t GpuOps::most_tiles(uint32_t T) const {
 void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint32_t T) {
     const MoeWeights& w = here(layer).moe;
     const size_t rounded = size_t{T} * p.gate.columns * sizeof(uint16_t);
-    run(recorder_, {.kernel = "moe_up_choose", .groups = {T, 1, 1}, .threads = 4 * kSimd, .threadgroup = {4 * p.experts}}, p,
+    run(recorder_,
+        {.kernel = "moe_up_choose",
+         .groups = {T, 1, 1},
+         .threads = 4 * kSimd,
+         .threadgroup = {4 * p.experts}},
+        p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
             .read(a_.router.data, bytes_of_rows(a_.router, T))
@@ -182,7 +200,8 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
             .write(part_, part));
     const Rows hidden{a_.shared.data, bytes_of_rows(a_.shared, T), p.shared_down.columns, DType::f32};
     multiply(w.shared_down, hidden, T, shared_out_);
-    run(recorder_, {.kernel = "moe_down_combine", .groups = {ceil_div(D, kSimds * kSimd), T, 1}}, args::MoeCombine{D, K},
+    run(recorder_, {.kernel = "moe_down_combine", .groups = {ceil_div(D, kSimds * kSimd), T, 1}},
+        args::MoeCombine{D, K},
         Buffers()
             .read(part_, part)
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))

@@ -39,7 +39,8 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
     logits_ = scratch(int64_t{kLogitRows} * c.vocab);
     rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
     allocate_experts();
-    sequences_ = reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+    sequences_ =
+        reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
     allocate_gdn();
     allocate_attention();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
@@ -238,8 +239,8 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
     const auto T = static_cast<uint32_t>(batch.rows);
     const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]), 0, 0};
     if (tiled(batch))
-        return multiply(out, {a_.y.data, bytes_of_rows(a_.y, T), p.y_stride, DType::f32}, T,
-                        a_.x.as<float>(), true);
+        return multiply(out, {a_.y.data, bytes_of_rows(a_.y, T), p.y_stride, DType::f32}, T, a_.x.as<float>(),
+                        true);
     run(recorder_,
         {.kernel = "attn_out",
          .groups = {groups_for(blocks_of(p.out)), T, 1},
