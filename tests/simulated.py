@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import rungs
 
+import rungs
 from tools.metal.compile import compile
 from tools.metal.simulator import Library
 

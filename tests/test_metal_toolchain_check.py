@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import rungs
 
+import rungs
 from tools.metal.check import check
 
 pytestmark = pytest.mark.unsanitized

@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
+
 import simulated
 from simulated import aligned
-
 from tools.metal.simulator import FAULTS, SimulatorError
 
 pytestmark = pytest.mark.unsanitized

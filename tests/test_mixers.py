@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rungs
 from numpy.typing import NDArray
 
+import rungs
 from bench import synthetic
 from cases import OPS, cases
 from lily import _core, reference
@@ -23,6 +23,9 @@ TILED = 1e-2
 STORED = 2.0**-8  # a key in bfloat16 that rounds to the other side
 
 
+pytestmark = pytest.mark.long  # every strategy and option at many lengths: minutes in the simulator
+
+
 @pytest.fixture(autouse=True)
 def metal():
     rungs.climb("metal")
@@ -33,7 +36,12 @@ class Mixer:
 
     def __init__(self, op: str, folder, kv: str, instrumented: bool, options: dict[str, str]) -> None:
         self.op, self.layer = op, LAYERS[op]
-        given = {"device": "sim", "kernels": kernels(instrumented), "kv": kv, "prefill_chunk": "320"} | options
+        given = {
+            "device": "sim",
+            "kernels": kernels(instrumented),
+            "kv": kv,
+            "prefill_chunk": "320",
+        } | options
         self.session = _core.Session(_core.Weights(str(folder)), given)
         self.model = reference.Model(folder, kv=kv, keep_bytes=0)
         self.reads = tuple(name for name in OPS[op][1] if name != "state")
@@ -97,7 +105,9 @@ def name_of(options: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("scan", ["registers", "packed", "chunked"])
-@pytest.mark.parametrize("case", [case for case in cases() if case.op == "gdn_mix" and case.rows > 2], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case.op == "gdn_mix" and case.rows > 2], ids=str
+)
 def test_scans_are_the_reference(case, scan):
     mixer("gdn_mix", case.checkpoint, gdn_scan=scan, gdn_scan_from="3").check(case.past, case.rows, EXACT)
 
@@ -139,7 +149,11 @@ def published_widths(tmp_path_factory):
 def test_the_published_widths(published_widths, op, tolerance, options):
     wide = Mixer(op, published_widths, "bf16", False, options)
     assert (wide.model.config.heads, wide.model.config.kv_heads, wide.model.config.head_dim) == (16, 2, 256)
-    assert (wide.model.config.key_heads, wide.model.config.value_heads, wide.model.config.key_dim) == (16, 32, 128)
+    assert (wide.model.config.key_heads, wide.model.config.value_heads, wide.model.config.key_dim) == (
+        16,
+        32,
+        128,
+    )
     for past, rows in ((0, 1), (61, 67), (300, 1)):
         wide.check(past, rows, tolerance if rows > 1 else STORED)
 
@@ -158,18 +172,24 @@ def grow(attention: Mixer) -> list[Array]:
 
 @pytest.mark.parametrize("checkpoint", ["tiny", "small", "demo"])
 @pytest.mark.parametrize(
-    "options", [{"gqa_packing": "false"}, {"coalesced_kv": "false"}, {"gqa_packing": "0", "fixed_blocks_from": "300"}], ids=name_of
+    "options",
+    [{"gqa_packing": "false"}, {"coalesced_kv": "false"}, {"gqa_packing": "0", "fixed_blocks_from": "300"}],
+    ids=name_of,
 )
 def test_how_keys_are_loaded_leaves_no_trace(checkpoint, options):
     spans = {name: value for name, value in options.items() if name == "fixed_blocks_from"}
     wanted = grow(mixer("attn_mix", checkpoint, "bf16", **spans))
-    for step, (got, want) in enumerate(zip(grow(mixer("attn_mix", checkpoint, "bf16", **options)), wanted, strict=True)):
+    for step, (got, want) in enumerate(
+        zip(grow(mixer("attn_mix", checkpoint, "bf16", **options)), wanted, strict=True)
+    ):
         assert np.array_equal(got, want), step
 
 
 def test_blocks_of_one_size_do_change_the_sums():
     """The option does something: from its threshold on, and not before."""
-    growing, fixed = (grow(mixer("attn_mix", "demo", "bf16", **o)) for o in ({}, {"fixed_blocks_from": "300"}))
+    growing, fixed = (
+        grow(mixer("attn_mix", "demo", "bf16", **o)) for o in ({}, {"fixed_blocks_from": "300"})
+    )
     same = [np.array_equal(a, b) for a, b in zip(growing, fixed, strict=True)]
     assert same == [True] * 5 + [False] * 3 + [True] * 2  # the sixth sees 301; then y beyond, and the states
 
@@ -233,7 +253,9 @@ def test_more_rows_than_there_is_room_for_results():
     given = one.draw(20, 6)
     got = one.run([(one.fork(1024 + i % 3), 1) for i in range(20)], given)
     for i in (0, 7, 8, 19):
-        row = one.run([(one.fork(1024 + i % 3), 1)], {name: array[i : i + 1] for name, array in given.items()})
+        row = one.run(
+            [(one.fork(1024 + i % 3), 1)], {name: array[i : i + 1] for name, array in given.items()}
+        )
         assert np.array_equal(got[i : i + 1], row)
 
 
@@ -248,8 +270,14 @@ def test_tiles_do_not_see_what_was_abandoned():
     one.session._run  # the page exists only once it is prepared
     one.run([(used, 1)], {name: array[:1] for name, array in given.items()})
     one.run([(clean, 1)], {name: array[:1] for name, array in given.items()})
-    one.session._set("k", poison["k"]), one.session._set("v", poison["v"]), one.session._set("qg", poison["qg"])
-    one.session._run("attn_mix", 3, [(used, np.zeros(63, np.int32))])  # not advanced: its tokens are not taken in
+    (
+        one.session._set("k", poison["k"]),
+        one.session._set("v", poison["v"]),
+        one.session._set("qg", poison["qg"]),
+    )
+    one.session._run(
+        "attn_mix", 3, [(used, np.zeros(63, np.int32))]
+    )  # not advanced: its tokens are not taken in
     rest = {name: array[1:] for name, array in given.items()}
     assert np.array_equal(one.run([(used, 39)], rest), one.run([(clean, 39)], rest))
 
