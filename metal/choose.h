@@ -7,8 +7,9 @@ namespace lily {
 
 constant constexpr ushort kMaxChosen = 32;  // experts of a token
 
-// The K largest of E logits, best first, ties to the lower id, and their shares of the softmax over those K, by one SIMD-group.
-// logits are overwritten. Where no number is left, as after a NaN, the last expert is named: every id is one that exists.
+// The K largest of E logits, best first, ties to the lower id, and their shares of the softmax over those K,
+// by one SIMD-group. logits are overwritten. Where no number is left, as after a NaN, the last expert is
+// named: every id is one that exists.
 METAL_FUNC void choose(threadgroup float* logits, uint E, uint K, ushort lane, threadgroup uint* expert,
                        threadgroup float* weight) {
     float best = 0, total = 0;

@@ -1,10 +1,11 @@
-// The sparse mixture of experts for a prompt's chunk: each token's experts are chosen, the assignments (token, expert) are
-// sorted by expert, and each expert's matrices meet all of its rows at once. Nothing of it goes back to the CPU: the sort
-// writes the list of tiles and the size of the grids that work them off.
+// The sparse mixture of experts for a prompt's chunk: each token's experts are chosen, the assignments
+// (token, expert) are sorted by expert, and each expert's matrices meet all of its rows at once. Nothing of
+// it goes back to the CPU: the sort writes the list of tiles and the size of the grids that work them off.
 //
-// The sort is a counting sort in three dispatches, and stable: runs of kSortRun assignments are counted side by side; one
-// threadgroup turns the counts into the first place of each expert in each run; and each assignment's place is that plus how
-// many of its run's earlier assignments go to the same expert. No place depends on the order in which threads arrive.
+// The sort is a counting sort in three dispatches, and stable: runs of kSortRun assignments are counted side
+// by side; one threadgroup turns the counts into the first place of each expert in each run; and each
+// assignment's place is that plus how many of its run's earlier assignments go to the same expert. No place
+// depends on the order in which threads arrive.
 #include "choose.h"
 #include "matmul.h"
 #include "norm.h"
@@ -41,8 +42,8 @@ struct StorePart {
 
 }  // namespace
 
-// Chooses each token's experts, and rounds its row for the products. A threadgroup takes a token: one SIMD-group chooses while
-// the others, and then all, round.
+// Chooses each token's experts, and rounds its row for the products. A threadgroup takes a token: one
+// SIMD-group chooses while the others, and then all, round.
 [[kernel]] void moe_up_choose(constant args::MoeUp& p     [[buffer(0)]],
                               device const float* h       [[buffer(1)]],  // (T, D)
                               device const float* router  [[buffer(2)]],  // (T, E)
@@ -69,14 +70,16 @@ struct StorePart {
     }
 }
 
-// counts[run][e] = assignments of the run that go to expert e. A threadgroup takes a run, a thread an assignment.
+// counts[run][e] = assignments of the run that go to expert e. A threadgroup takes a run, a thread an
+// assignment.
 [[kernel]] void moe_sort_count(constant args::MoeSort& p      [[buffer(0)]],
                                device const int* expert       [[buffer(1)]],  // (T K)
                                device uint* counts            [[buffer(2)]],  // (runs, E)
                                threadgroup atomic_uint* seen  [[threadgroup(0)]],  // (E)
                                uint run                       [[threadgroup_position_in_grid]],
                                ushort thread_index            [[thread_index_in_threadgroup]]) {
-    for (uint e = thread_index; e < p.experts; e += kSortRun) atomic_store_explicit(seen + e, 0, memory_order_relaxed);
+    for (uint e = thread_index; e < p.experts; e += kSortRun)
+        atomic_store_explicit(seen + e, 0, memory_order_relaxed);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint i = run * kSortRun + thread_index;
     if (i < p.assignments) atomic_fetch_add_explicit(seen + expert[i], 1, memory_order_relaxed);
@@ -85,12 +88,13 @@ struct StorePart {
         counts[run * p.experts + e] = atomic_load_explicit(seen + e, memory_order_relaxed);
 }
 
-// Turns counts into places, and lists the tiles. One threadgroup: a thread sums up an expert over the runs, one SIMD-group
-// takes the prefix sums over the experts, 32 at a time, and then each expert's places in the runs follow from its first.
+// Turns counts into places, and lists the tiles. One threadgroup: a thread sums up an expert over the runs,
+// one SIMD-group takes the prefix sums over the experts, 32 at a time, and then each expert's places in the
+// runs follow from its first.
 [[kernel]] void moe_sort_plan(constant args::MoeSort& p  [[buffer(0)]],
-                              device uint* counts        [[buffer(1)]],  // (runs, E): counts, then first places
+                              device uint* counts        [[buffer(1)]],  // (runs, E): counts, then places
                               device args::Tile* tiles   [[buffer(2)]],  // (tiles)
-                              device uint* grids         [[buffer(3)]],  // (2, 3): threadgroups of moe_up, of moe_down
+                              device uint* grids         [[buffer(3)]],  // (2, 3): of moe_up, of moe_down
                               threadgroup uint* first    [[threadgroup(0)]],  // (E)
                               ushort thread_index        [[thread_index_in_threadgroup]],
                               ushort simd                [[simdgroup_index_in_threadgroup]],
@@ -142,7 +146,7 @@ struct StorePart {
 // order[place] = assignment. A threadgroup takes a run, a thread an assignment.
 [[kernel]] void moe_sort_place(constant args::MoeSort& p  [[buffer(0)]],
                                device const int* expert   [[buffer(1)]],  // (T K)
-                               device const uint* places  [[buffer(2)]],  // (runs, E): of the run's first to that expert
+                               device const uint* places  [[buffer(2)]],  // (runs, E): of a run's first
                                device uint* order         [[buffer(3)]],  // (T K)
                                uint run                   [[threadgroup_position_in_grid]],
                                ushort thread_index        [[thread_index_in_threadgroup]]) {
@@ -157,9 +161,10 @@ struct StorePart {
     order[places[run * p.experts + uint(mine)] + earlier] = i;
 }
 
-// hidden = silu(Gate h) (Up h) of the chosen experts. A threadgroup takes 32 outputs of one expert for all rows of a tile,
-// gathering them by the sorted assignments; a slab holds 32 rows of Gate and the same of Up, dequantised once for the tile.
-// The grid is (blocks of 32 outputs, tiles), the tiles counted by moe_sort_plan.
+// hidden = silu(Gate h) (Up h) of the chosen experts. A threadgroup takes 32 outputs of one expert for all
+// rows of a tile, gathering them by the sorted assignments; a slab holds 32 rows of Gate and the same of Up,
+// dequantised once for the tile. The grid is (blocks of 32 outputs, tiles), the tiles counted by
+// moe_sort_plan.
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void moe_up_tiles(
     constant args::MoeUp& p          [[buffer(0)]],
@@ -198,7 +203,8 @@ template <class B>
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],
-                StoreHidden{hidden, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, F}, stage, lane);
+                StoreHidden{hidden, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, F},
+                stage, lane);
 }
 
 // part = Down hidden of the chosen experts. As moe_up_tiles, with 64 outputs a threadgroup.
@@ -234,11 +240,12 @@ template <class B>
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
-                StorePart{part, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, D}, stage, lane);
+                StorePart{part, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, D},
+                stage, lane);
 }
 
-// x += sum over k of weight_k part_k + sigmoid(shared_gate) shared. The experts are added best first, whatever order they were
-// worked off in. A thread takes one number; the grid is (blocks of a row, rows).
+// x += sum over k of weight_k part_k + sigmoid(shared_gate) shared. The experts are added best first,
+// whatever order they were worked off in. A thread takes one number; the grid is (blocks of a row, rows).
 [[kernel]] void moe_down_combine(constant args::MoeCombine& p     [[buffer(0)]],
                                  device const bfloat* part        [[buffer(1)]],  // (T, K, D)
                                  device const float* weight       [[buffer(2)]],  // (T, K)

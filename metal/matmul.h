@@ -1,5 +1,6 @@
-// The product of many rows with a matrix as it is stored: the loop that every prefill kernel shares. Weights become bfloat in
-// threadgroup memory, a slab of 64 rows and 64 columns at a time, and never exist expanded anywhere else.
+// The product of many rows with a matrix as it is stored: the loop that every prefill kernel shares. Weights
+// become bfloat in threadgroup memory, a slab of 64 rows and 64 columns at a time, and never exist expanded
+// anywhere else.
 #pragma once
 
 #include "quant.h"
@@ -9,12 +10,13 @@ namespace lily {
 
 constant constexpr ushort kSlabRows = 64;     // rows of W in a slab: outputs of a threadgroup
 constant constexpr ushort kSlabColumns = 64;  // columns of W in a slab: a group of quantised numbers
-constant constexpr ushort kSlabStride = kSlabColumns + 8;  // 16 bytes of padding spread the rows over memory banks
+constant constexpr ushort kSlabStride =
+    kSlabColumns + 8;  // 16 bytes of padding spread the rows over memory banks
 constant constexpr ushort kSlabSize = kSlabRows * kSlabStride;
 
-// How a threadgroup divides its block of outputs: kSimdRows x kSimdColumns SIMD-groups, each with kRowTiles x kColumnTiles
-// tiles. Column tile c of a SIMD-group in column s is the slab's tile c * kSimdColumns + s, so that a SIMD-group has tiles of
-// the slab's first half and the ones 32 columns on, gate and up.
+// How a threadgroup divides its block of outputs: kSimdRows x kSimdColumns SIMD-groups, each with kRowTiles x
+// kColumnTiles tiles. Column tile c of a SIMD-group in column s is the slab's tile c * kSimdColumns + s, so
+// that a SIMD-group has tiles of the slab's first half and the ones 32 columns on, gate and up.
 template <ushort RowTiles, ushort SimdRows, ushort SimdColumns>
 struct Block {
     static constant constexpr const ushort kRowTiles = RowTiles;
@@ -24,7 +26,8 @@ struct Block {
     static constant constexpr const ushort kRows = RowTiles * SimdRows * kTile;
     static constant constexpr const ushort kSimds = SimdRows * SimdColumns;
     static constant constexpr const ushort kThreads = kSimds * kSimd;
-    static constant constexpr const ushort kNumbers = kSlabRows * kSlabColumns / kThreads;  // a thread's share
+    static constant constexpr const ushort kNumbers =
+        kSlabRows * kSlabColumns / kThreads;  // a thread's share
 };
 
 using Block16 = Block<1, 1, 2>;
@@ -109,14 +112,17 @@ struct Outputs {
     }
 };
 
-// out = left W^T over K columns, K a multiple of 64, by a whole threadgroup: `rows` rows of left, the slab's rows of W.
-// The threadgroup dequantises the next slab while it multiplies by this one, which makes one barrier a slab. Tiles without
-// rows are skipped. `stage` is this SIMD-group's. Sums run over k in order whatever the block, so a row's result depends on that row alone.
+// out = left W^T over K columns, K a multiple of 64, by a whole threadgroup: `rows` rows of left, the slab's
+// rows of W. The threadgroup dequantises the next slab while it multiplies by this one, which makes one
+// barrier a slab. Tiles without rows are skipped. `stage` is this SIMD-group's. Sums run over k in order
+// whatever the block, so a row's result depends on that row alone.
 template <class B, class T, class Matrices>
-METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Matrices w, uint K, threadgroup bfloat* slabs,
-                         threadgroup float* stage, ushort thread_index, ushort simd, ushort lane) {
+METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Matrices w, uint K,
+                         threadgroup bfloat* slabs, threadgroup float* stage, ushort thread_index,
+                         ushort simd, ushort lane) {
     constexpr ushort kThreadsOfRow = kSlabColumns / B::kNumbers;
-    const ushort slab_row = thread_index / kThreadsOfRow, slab_column = thread_index % kThreadsOfRow * B::kNumbers;
+    const ushort slab_row = thread_index / kThreadsOfRow,
+                 slab_column = thread_index % kThreadsOfRow * B::kNumbers;
     threadgroup bfloat* mine = slabs + slab_row * kSlabStride + slab_column;
 #pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
@@ -128,7 +134,8 @@ METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Ma
         const ushort current = k / kSlabColumns % 2;
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k + kSlabColumns < K)
-            w.template fill<B::kNumbers>(slab_row, k + kSlabColumns + slab_column, mine + (1 - current) * kSlabSize);
+            w.template fill<B::kNumbers>(slab_row, k + kSlabColumns + slab_column,
+                                         mine + (1 - current) * kSlabSize);
         threadgroup bfloat* slab = slabs + current * kSlabSize;
 #pragma unroll
         for (ushort depth = 0; depth < kSlabColumns; depth += kDepth) {

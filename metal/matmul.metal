@@ -31,8 +31,8 @@ struct StoreSwiglu {
 
 }  // namespace
 
-// y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W is dequantised
-// once for all of them. The grid is (blocks of outputs, blocks of rows).
+// y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W
+// is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul(
     constant args::Matmul& p    [[buffer(0)]],
@@ -49,20 +49,23 @@ template <class B, class T>
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     const uint first = group.y * B::kRows, column = group.x * kSlabRows, N = p.matrix.rows;
-    for (ushort r = thread_index; r < B::kRows; r += B::kThreads) start[r] = min(first + r, p.tokens - 1) * p.x_stride;
+    for (ushort r = thread_index; r < B::kRows; r += B::kThreads)
+        start[r] = min(first + r, p.tokens - 1) * p.x_stride;
 
     Outputs<B> out;
     threadgroup float* stage = stages + simd * kStage;
     const OneMatrix w = {{weight, scales, biases}, p.matrix, column, N - column};
-    multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, stage, thread_index, simd, lane);
+    multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, stage, thread_index,
+             simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
-                Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0}, stage, lane);
+                Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0},
+                stage, lane);
 }
 
-// y = silu(x Gate^T) (x Up^T). The slab holds 32 rows of each matrix and a SIMD-group the sums of both for the same outputs,
-// so that SwiGLU is done in registers. The grid is (blocks of 32 outputs, blocks of rows).
+// y = silu(x Gate^T) (x Up^T). The slab holds 32 rows of each matrix and a SIMD-group the sums of both for
+// the same outputs, so that SwiGLU is done in registers. The grid is (blocks of 32 outputs, blocks of rows).
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul_swiglu(
     constant args::MatmulSwiglu& p   [[buffer(0)]],
@@ -81,7 +84,8 @@ template <class B>
     threadgroup bfloat slabs[2 * kSlabSize];
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
-    const uint first = group.y * B::kRows, column = group.x * kSlabRows / 2, N = p.gate.rows, K = p.gate.columns;
+    const uint first = group.y * B::kRows, column = group.x * kSlabRows / 2;
+    const uint N = p.gate.rows, K = p.gate.columns;
     for (ushort r = thread_index; r < B::kRows; r += B::kThreads) start[r] = min(first + r, p.tokens - 1) * K;
 
     Outputs<B> out;
@@ -91,8 +95,9 @@ template <class B>
     multiply(out, LeftRows<float>{x, start}, p.tokens - first, w, K, slabs, stage, thread_index, simd, lane);
     for (ushort r = 0; r < B::kRowTiles; ++r)
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
-            out.sum[r][c].each(out.sum[r][c + B::kColumnTiles / 2],
-                               StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage, lane);
+            out.sum[r][c].each(
+                out.sum[r][c + B::kColumnTiles / 2],
+                StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage, lane);
 }
 
 #define instantiate_matmul(type, name, rows)                                        \

@@ -1,4 +1,5 @@
-// What comes before a product of many rows: the same norms that decode kernels take in their prologues, as rows of their own.
+// What comes before a product of many rows: the same norms that decode kernels take in their prologues, as
+// rows of their own.
 #include "norm.h"
 #include "quant.h"
 
@@ -34,9 +35,10 @@ template <class T>
 template [[host_name("norm_rows_bf16")]] [[kernel]] decltype(norm_rows<bfloat>) norm_rows<bfloat>;
 template [[host_name("norm_rows_f32")]] [[kernel]] decltype(norm_rows<float>) norm_rows<float>;
 
-// h = silu(z) norm(y), the norm taken over each head. A threadgroup takes a row, a SIMD-group a head at a time.
+// h = silu(z) norm(y), the norm taken over each head. A threadgroup takes a row, a SIMD-group a head at a
+// time.
 [[kernel]] void gated_norm_rows(constant args::NormRows& p  [[buffer(0)]],
-                                device const float* y       [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
+                                device const float* y       [[buffer(1)]],  // (T, y_stride), Hv Dv used
                                 device const float* z       [[buffer(2)]],  // (T, Hv Dv)
                                 device const float* norm    [[buffer(3)]],  // (Dv)
                                 device bfloat* h            [[buffer(4)]],  // (T, Hv Dv)

@@ -1,19 +1,21 @@
-// Matrix units: the one file that knows them. A SIMD-group multiplies a Left tile, 16 x 32 bfloat, by a Right tile, 32 x 16
-// bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together.
+// Matrix units: the one file that knows them. A SIMD-group multiplies a Left tile, 16 x 32 bfloat, by a Right
+// tile, 32 x 16 bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together.
 //
-// Two implementations of the same three types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that have a matrix
-// unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to M4. Which lane holds which
-// element is documented for neither, so nobody assumes it: tensors are asked, and simdgroup_matrix goes through `stage`,
-// kStage floats of threadgroup memory that a SIMD-group has for itself.
+// Two implementations of the same three types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
+// have a matrix unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to
+// M4. Which lane holds which element is documented for neither, so nobody assumes it: tensors are asked, and
+// simdgroup_matrix goes through `stage`, kStage floats of threadgroup memory that a SIMD-group has for
+// itself.
 #pragma once
 
 #include <metal_stdlib>
 
 #if defined(LILY_TENSOR)
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+
 #include <metal_tensor>
 #if !defined(__HAVE_TENSOR__)
-#error "LILY_TENSOR: wanted Metal 4 (-std=metal4.0, macOS 26.2 or later), got an older language; build without LILY_TENSOR"
+#error "LILY_TENSOR: wanted Metal 4 (-std=metal4.0, macOS 26.2), got an older one; build without LILY_TENSOR"
 #endif
 #else
 #include <metal_simdgroup_matrix>
@@ -30,8 +32,8 @@ constant constexpr ushort kDepth = 32;  // columns of Left, rows of Right: a lan
 
 constant constexpr ushort kStage = 1;  // not needed, but an array has a size
 
-// 16 x 16 x 32 is the least that matmul2d takes from registers: one of its three sizes has to be 32. Right is declared
-// transposed, because that is how weights lie.
+// 16 x 16 x 32 is the least that matmul2d takes from registers: one of its three sizes has to be 32. Right is
+// declared transposed, because that is how weights lie.
 constant constexpr auto kProduct = mpp::tensor_ops::matmul2d_descriptor(
     kTile, kTile, kDepth, false, true, true, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
 using Product = mpp::tensor_ops::matmul2d<kProduct, execution_simdgroup>;

@@ -263,11 +263,8 @@ def test_tiles_do_not_see_what_was_abandoned():
     """Positions past the last token, which a longer run that was dropped has written, are cleared."""
     one = mixer("attn_mix", "small", "bf16", flash_from="2")
     clean, used = one.fork(0), one.fork(0)
-    for name in ("k", "v"):
-        pass
     given = one.draw(40, 2)
     poison = {name: np.full((64, array.shape[1]), np.nan, np.float32) for name, array in given.items()}
-    one.session._run  # the page exists only once it is prepared
     one.run([(used, 1)], {name: array[:1] for name, array in given.items()})
     one.run([(clean, 1)], {name: array[:1] for name, array in given.items()})
     (

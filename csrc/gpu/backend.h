@@ -80,6 +80,7 @@ class GpuOps final : public Ops {
     void allocate_experts();
     uint32_t most_tiles(uint32_t T) const;
     void sort_assignments(const LayerWeights&, uint32_t T);
+    void moe_route_tiles(const LayerWeights&, const args::MoeRoute&, uint32_t T);
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
 

@@ -21,6 +21,10 @@ inline constexpr uint32_t kSlabRows =
 inline constexpr int kSlabColumns = 64;  // a multiple of which a tiled product sums over
 inline constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
 
+inline uint32_t ceil_div(int64_t a, int64_t b) {
+    return static_cast<uint32_t>((a + b - 1) / b);
+}
+
 // What a dispatch binds, in the order of the kernel's arguments.
 class Buffers {
    public:

@@ -41,7 +41,7 @@ void GpuOps::multiply(const Linear& w, const Rows& x, uint32_t T, float* y, bool
     const args::Matmul p{matrix(w), T, x.stride, add};
     run(recorder_,
         {.kernel = kernel.c_str(),
-         .groups = {(p.matrix.rows + kSlabRows - 1) / kSlabRows, (T + rows - 1) / rows, 1},
+         .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         p, Buffers().read(x.data, x.bytes).weights(w).write(y, size_t{T} * p.matrix.rows * sizeof(float)));
 }

@@ -10,10 +10,6 @@ namespace {
 
 constexpr int64_t kSortRun = 256;  // assignments that a threadgroup of the sort takes: metal/experts.metal
 
-uint32_t ceil_div(int64_t a, int64_t b) {
-    return static_cast<uint32_t>((a + b - 1) / b);
-}
-
 }  // namespace
 
 // Memory for the sort of a pass's assignments, and for what the experts give before it is added up.
@@ -35,26 +31,7 @@ void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
     const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate),
                            matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
-    if (tiled(batch)) {
-        norm_rows(layer.post_norm, T, a_.h.data, DType::f32);
-        const Rows h{a_.h.data, bytes_of_rows(a_.h, T), D, DType::f32};
-        multiply(w.router, h, T, a_.router.as<float>());
-        multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
-        const uint32_t rows = block_rows(T);
-        const std::string kernel = "matmul_swiglu_" + std::to_string(rows);
-        const args::MatmulSwiglu swiglu{p.shared_gate, p.shared_up, T};
-        run(recorder_,
-            {.kernel = kernel.c_str(),
-             .groups = {ceil_div(c_.shared_width, kSlabRows / 2), ceil_div(T, rows), 1},
-             .threads = threads_of_block(rows)},
-            swiglu,
-            Buffers()
-                .read(h.data, h.bytes)
-                .weights(w.shared_gate)
-                .weights(w.shared_up)
-                .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
-        return;
-    }
+    if (tiled(batch)) return moe_route_tiles(layer, p, T);
     const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
     run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
@@ -146,6 +123,26 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
 uint32_t GpuOps::most_tiles(uint32_t T) const {
     const uint32_t assignments = T * static_cast<uint32_t>(c_.experts_per_token);
     return assignments / expert_rows_ + std::min(static_cast<uint32_t>(c_.experts), assignments);
+}
+
+void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const Rows h{a_.h.data, bytes_of_rows(a_.h, T), p.router.columns, DType::f32};
+    norm_rows(layer.post_norm, T, a_.h.data, h.type);
+    multiply(w.router, h, T, a_.router.as<float>());
+    multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
+    const uint32_t rows = block_rows(T);
+    const std::string kernel = "matmul_swiglu_" + std::to_string(rows);
+    run(recorder_,
+        {.kernel = kernel.c_str(),
+         .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
+         .threads = threads_of_block(rows)},
+        args::MatmulSwiglu{p.shared_gate, p.shared_up, T},
+        Buffers()
+            .read(h.data, h.bytes)
+            .weights(w.shared_gate)
+            .weights(w.shared_up)
+            .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
 }
 
 void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint32_t T) {
