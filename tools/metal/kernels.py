@@ -292,6 +292,34 @@ def _function_constants(source: Source, found: Kernels) -> None:
         declared = f"extern constant const {kind} {name}; extern constant const bool {name}_is_defined"
         source.replace(position, end, declared)
     source.index()
+    _derived_constants(source, {name for c in found.constants for name in (c.name, f"{c.name}_is_defined")})
+
+
+def _derived_constants(source: Source, variables: set[str]) -> None:
+    """`constant bool x = count > 4;` of a function constant is known at the launch only: it becomes a function."""
+    derived: set[str] = set()
+    for position in range(len(source)):
+        if source.text(position) in derived:
+            source.put(position, f"msl_derived_{source.text(position)}()")
+        if source.text(position) != "constant" or source.text(position - 1) not in ("", ";", "}", "static"):
+            continue
+        end = source.skip_to(position, ";", "(", ")")
+        equals = source.skip_to(position, "=", ";")
+        if source.text(end) == "(":
+            end = source.skip_to(end, ";")
+        if equals >= end or not (variables | derived) & set(source.words(equals, end)):
+            continue
+        name = source.text(equals - 1)
+        kind = " ".join(word for word in source.words(position + 1, equals - 1) if word != "const")
+        derived.add(name)
+        source.put(position, "MSL_FN")
+        source.blank(position + 1, equals - 1)
+        source.put(equals - 1, f" {kind} msl_derived_{name}() {{ return")
+        source.put(equals, "")
+        source.put(end, "; }")
+        if source.text(position - 1) == "static":
+            source.put(position - 1, "")
+    source.index()
 
 
 def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:

@@ -61,9 +61,9 @@ MSL_FN float msl_fract(float x) {
     const float f = x - msl_floor(x);
     return f >= 1.0f ? 0.99999994f : f;
 }
-MSL_FN float msl_sinpi(float x) { return msl_sin(x * 3.14159265358979f); }
-MSL_FN float msl_cospi(float x) { return msl_cos(x * 3.14159265358979f); }
-MSL_FN float msl_tanpi(float x) { return msl_tan(x * 3.14159265358979f); }
+MSL_FN float msl_sinpi(float x) { return msl_runtime_sinpi(x); }
+MSL_FN float msl_cospi(float x) { return msl_runtime_cospi(x); }
+MSL_FN float msl_tanpi(float x) { return msl_runtime_tanpi(x); }
 MSL_FN float msl_pow(float x, float y) { return __builtin_elementwise_pow(x, y); }
 MSL_FN float msl_atan2(float y, float x) { return __builtin_elementwise_atan2(y, x); }
 MSL_FN float msl_fmod(float x, float y) { return __builtin_elementwise_fmod(x, y); }

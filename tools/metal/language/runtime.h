@@ -15,10 +15,9 @@ void msl_runtime_simd_barrier(uint flags, uint site);
 void msl_runtime_fence(uint flags, uint scope);
 // Gives where the lanes' values lie, MSL_SLOT bytes apart, until the SIMD-group's next operation but one.
 const thread void* msl_runtime_exchange(const thread void* value, uint bytes, uint site);
-uint msl_runtime_ballot(uint vote, uint site);
+ulong msl_runtime_ballot(uint vote, uint site);  // the votes, and above them the lanes that voted
 void msl_runtime_reduce(const thread void* from, thread void* to, uint type, uint count, uint operation, uint site);
 void msl_runtime_scan(const thread void* from, thread void* to, uint type, uint count, uint operation, uint site);
-uint msl_runtime_active(void);
 void msl_runtime_atomic(const volatile device void* address, uint bytes, uint access, uint site);
 
 // Tiles: see simdgroup_matrix.h and tensor.h.
@@ -31,6 +30,9 @@ void msl_runtime_matrix_multiply(uint to, uint a, uint b, uint c, uint type, uin
 void msl_runtime_apple_multiply(thread float* to, const thread float* abc, uint site);
 void msl_runtime_matmul(const thread msl_matmul* operands, uint site);
 
+float msl_runtime_sinpi(float x);
+float msl_runtime_cospi(float x);
+float msl_runtime_tanpi(float x);
 float msl_runtime_asinh(float x);
 float msl_runtime_acosh(float x);
 float msl_runtime_atanh(float x);

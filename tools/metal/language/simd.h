@@ -61,7 +61,8 @@ MSL_FN T simd_broadcast(T value, ushort lane, MSL_SITE) {
 }
 template <class T>
 MSL_FN T simd_broadcast_first(T value, MSL_SITE) {
-    return msl_exchange(value, site)[__builtin_ctz(msl_runtime_active())];
+    const ulong first = __builtin_ctzl(msl_runtime_ballot(true, site));
+    return msl_exchange(value, site)[first];
 }
 template <class T>
 MSL_FN T simd_shuffle_xor(T value, ushort mask, MSL_SITE) {
@@ -158,19 +159,19 @@ struct simd_vote {
     typedef ulong vote_t;
     vote_t votes;
     uint lanes;  // that voted
-    MSL_FN explicit constexpr simd_vote(vote_t v = 0, uint active = 0xffffffffu) : votes(v), lanes(active) {}
+    MSL_FN explicit constexpr simd_vote(vote_t v = 0, uint voted = 0xffffffffu) : votes(v), lanes(voted) {}
     MSL_FN explicit constexpr operator vote_t() const { return votes; }
     MSL_FN bool all() const { return (uint)votes == lanes; }
     MSL_FN bool any() const { return votes != 0; }
 };
 MSL_FN simd_vote simd_ballot(bool vote, MSL_SITE) {
-    const uint votes = msl_runtime_ballot(vote, site);
-    return simd_vote(votes, msl_runtime_active());
+    const ulong votes = msl_runtime_ballot(vote, site);
+    return simd_vote(votes & 0xffffffffu, (uint)(votes >> 32));
 }
-MSL_FN bool simd_any(bool vote, MSL_SITE) { return msl_runtime_ballot(vote, site) != 0; }
-MSL_FN bool simd_all(bool vote, MSL_SITE) { return msl_runtime_ballot(!vote, site) == 0; }
-MSL_FN simd_vote simd_active_threads_mask(MSL_SITE) { return simd_vote(msl_runtime_ballot(true, site)); }
-MSL_FN bool simd_is_first() { return msl_own_lane() == (uint)__builtin_ctz(msl_runtime_active()); }
+MSL_FN bool simd_any(bool vote, MSL_SITE) { return simd_ballot(vote, site).any(); }
+MSL_FN bool simd_all(bool vote, MSL_SITE) { return simd_ballot(vote, site).all(); }
+MSL_FN simd_vote simd_active_threads_mask(MSL_SITE) { return simd_ballot(true, site); }
+MSL_FN bool simd_is_first(MSL_SITE) { return msl_own_lane() == (uint)__builtin_ctzl(msl_runtime_ballot(true, site)); }
 
 // Quads: four lanes of a SIMD-group, which must all come like any others.
 template <class T>

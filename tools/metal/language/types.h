@@ -273,12 +273,17 @@ template <class A, class... Rest>
 struct msl_components<A, Rest...> {
     MSL_VALUE_OF int count = msl_shape<A>::count + msl_components<Rest...>::count;
 };
-template <class To>
-MSL_FN constexpr To msl_make() {
-    return To();
+// A packed vector as the vector that it holds; anything else as it is.
+template <class A>
+MSL_FN constexpr typename A::msl_vector msl_unpacked(A from, int) {
+    return from;
+}
+template <class A>
+MSL_FN constexpr A msl_unpacked(A from, long) {
+    return from;
 }
 template <class To, class... A>
-MSL_FN constexpr To msl_make(A... from) {
+MSL_FN constexpr To msl_make_unpacked(A... from) {
     if constexpr (msl_shape<To>::count == 1) return To(from...);
     else if constexpr (sizeof...(A) == 1 && msl_components<A...>::count == 1) return To((msl_element<To>(from), ...));
     else if constexpr (sizeof...(A) == 1) return (msl_convert<To>(from), ...);
@@ -287,6 +292,14 @@ MSL_FN constexpr To msl_make(A... from) {
                       "a vector's constructor needs exactly as many components as the vector has");
         return msl_fill<To>(from...);
     }
+}
+template <class To>
+MSL_FN constexpr To msl_make() {
+    return To();
+}
+template <class To, class... A>
+MSL_FN constexpr To msl_make(A... from) {
+    return msl_make_unpacked<To>(msl_unpacked(from, 0)...);
 }
 template <class To, class From>
 MSL_FN constexpr To msl_static_cast(From from) {
@@ -336,6 +349,7 @@ MSL_FN constexpr msl_braces<A...> msl_braced(A... from) {
 // Packed vectors: aligned like their elements.
 #define MSL_PACK(T, N, ...)                                                 \
     struct packed_##T##N {                                                  \
+        typedef T##N msl_vector;                                            \
         T __VA_ARGS__;                                                      \
         packed_##T##N() = default;                                          \
         MSL_FN packed_##T##N(T##N v) { msl_take(v); }                       \

@@ -2,6 +2,8 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numbers>
 
 #include "scheduler.h"
 
@@ -92,7 +94,7 @@ const void* msl_runtime_exchange(const void* value, uint32_t bytes, uint32_t lin
     return lane.simd->slots[place];
 }
 
-uint32_t msl_runtime_ballot(uint32_t vote, uint32_t line) {
+uint64_t msl_runtime_ballot(uint32_t vote, uint32_t line) {
     Lane& lane = current_lane();
     std::memcpy(own_slot(lane), &vote, sizeof vote);
     const uint32_t place = meet(call_at(Call::kBallot, line), [](SimdGroup& simd, uint32_t at) {
@@ -100,8 +102,10 @@ uint32_t msl_runtime_ballot(uint32_t vote, uint32_t line) {
         for (uint32_t i = 0; i < kSimdWidth; ++i)
             if (simd.active >> i & 1 && lane_value<uint32_t>(simd, at, i, 0)) votes |= 1u << i;
         simd.results[at][0] = votes;
+        simd.results[at][1] = simd.active;
     });
-    return lane.simd->results[place][0];
+    const uint32_t* results = lane.simd->results[place];
+    return static_cast<uint64_t>(results[1]) << 32 | results[0];
 }
 
 void msl_runtime_reduce(const void* from, void* to, uint32_t type, uint32_t count, uint32_t operation, uint32_t line) {
@@ -125,8 +129,9 @@ void msl_runtime_scan(const void* from, void* to, uint32_t type, uint32_t count,
     std::memcpy(to, lane.simd->slots[place][lane.thread.lane].bytes, count * 4);
 }
 
-uint32_t msl_runtime_active() { return current_lane().simd->active; }
-
+float msl_runtime_sinpi(float x) { return static_cast<float>(std::sin(std::numbers::pi * std::remainder(x, 2.0))); }
+float msl_runtime_cospi(float x) { return static_cast<float>(std::cos(std::numbers::pi * std::remainder(x, 2.0))); }
+float msl_runtime_tanpi(float x) { return static_cast<float>(std::tan(std::numbers::pi * std::remainder(x, 1.0))); }
 float msl_runtime_asinh(float x) { return std::asinh(x); }
 float msl_runtime_acosh(float x) { return std::acosh(x); }
 float msl_runtime_atanh(float x) { return std::atanh(x); }

@@ -93,8 +93,7 @@ void leave(Lane& lane) {
     simd.runnable &= ~lane.bit;
     worker.alive--;
     if (simd.arrived && simd.arrived == simd.active) {
-        report(worker, Fault::kDivergence, simd.call & 0xffffff,
-               "a thread returned while the other lanes of its SIMD-group wait for it at line %u", simd.call & 0xffffff);
+        simd.finish(simd.work, simd, simd.generation & 1);
         release(simd, worker);
     }
     if (worker.alive && worker.waiting == worker.alive) release_barrier(worker, worker.barrier_call & 0xffffff, 0);

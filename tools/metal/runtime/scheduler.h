@@ -43,6 +43,8 @@ struct SimdGroup {
     uint32_t arrived;   // lanes at the current meeting
     uint32_t call;      // which call they are at
     uint32_t generation;
+    void (*finish)(const void* work, SimdGroup& simd, uint32_t place);  // what the last lane of this meeting does
+    const void* work;
     uint32_t threadgroup_epoch, device_epoch;  // simdgroup_barriers passed, by the memory they order
     Slot slots[2][kSimdWidth];
     uint32_t results[2][4];
@@ -108,7 +110,8 @@ constexpr uint32_t call_at(Call call, uint32_t line) {
 
 void report_divergence(const SimdGroup& simd, uint32_t call);
 
-// Waits for all active lanes; the last runs `finish` for all. Gives which of the two result places is theirs.
+// Waits for all active lanes; the last runs `finish` for all, or, if what all wait for is a lane's return, that lane
+// does. Gives which of the two result places is theirs.
 template <class Finish>
 inline uint32_t meet(uint32_t call, Finish finish) {
     Lane& lane = current_lane();
@@ -122,6 +125,8 @@ inline uint32_t meet(uint32_t call, Finish finish) {
         release(simd, *lane.worker);
         return place;
     }
+    simd.work = &finish;
+    simd.finish = [](const void* work, SimdGroup& group, uint32_t at) { (*static_cast<const Finish*>(work))(group, at); };
     simd.runnable &= ~lane.bit;
     yield(lane);
     return place;

@@ -105,6 +105,10 @@ uint32_t msl_runtime_matrix_turn(const void* address, uint64_t stride, uint32_t 
     std::memcpy(lane.simd->slots[lane.simd->generation & 1][lane.thread.lane].bytes, mine, sizeof mine);
     meet(call_at(Call::kMatrix, line), [&](SimdGroup& simd, uint32_t place) {
         last = true;
+        if (simd.active != ~0u)
+            report(*lane.worker, Fault::kDivergence, line,
+                   "%d lanes returned before the matrix operation of line %u, which needs all 32",
+                   kSimdWidth - std::popcount(simd.active), line);
         for (uint32_t i = 0; i < kSimdWidth; ++i)
             if (simd.active >> i & 1 && std::memcmp(simd.slots[place][i].bytes, mine, sizeof mine) != 0) {
                 report(*lane.worker, Fault::kDivergence, line,
