@@ -22,28 +22,31 @@ constexpr uint32_t place_of(uint32_t lane, uint32_t i) {
     return i * kSimdWidth + ((lane * 5 + i * 7) & 31);
 }
 
-template <class T>
-T read(const void* from, uint32_t type, int64_t index) {
+// bfloat in memory, which converts to float by a shift.
+struct Bfloat {
+    uint16_t bits;
+    explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+    explicit operator int32_t() const { return static_cast<int32_t>(static_cast<float>(*this)); }
+};
+
+// Calls function(values) with the memory at an address as numbers of a type.
+template <class Function>
+void as_type(uint64_t address, uint32_t type, Function function) {
     switch (type) {
-        case kFloat: return static_cast<T>(static_cast<const float*>(from)[index]);
-        case kHalf: return static_cast<T>(static_cast<const _Float16*>(from)[index]);
-        case kBfloat:
-            return static_cast<T>(
-                std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[index]) << 16));
-        case kInt8: return static_cast<T>(static_cast<const int8_t*>(from)[index]);
-        case kUint8: return static_cast<T>(static_cast<const uint8_t*>(from)[index]);
-        default: return static_cast<T>(static_cast<const int32_t*>(from)[index]);
+        case kFloat: function(reinterpret_cast<float*>(address)); break;
+        case kHalf: function(reinterpret_cast<_Float16*>(address)); break;
+        case kBfloat: function(reinterpret_cast<Bfloat*>(address)); break;
+        case kInt8: function(reinterpret_cast<int8_t*>(address)); break;
+        case kUint8: function(reinterpret_cast<uint8_t*>(address)); break;
+        default: function(reinterpret_cast<int32_t*>(address));
     }
 }
 
-template <class T>
-void write(void* to, uint32_t type, int64_t index, T value) {
-    switch (type) {
-        case kFloat: static_cast<float*>(to)[index] = static_cast<float>(value); break;
-        case kHalf: static_cast<_Float16*>(to)[index] = static_cast<_Float16>(value); break;
-        case kBfloat: static_cast<__bf16*>(to)[index] = __truncsfbf2(static_cast<float>(value)); break;
-        default: static_cast<int32_t*>(to)[index] = static_cast<int32_t>(value);
-    }
+template <class Stored, class T>
+void store(Stored& to, T value) {
+    if constexpr (std::is_same_v<Stored, Bfloat>)
+        to.bits = std::bit_cast<uint16_t>(__truncsfbf2(static_cast<float>(value)));
+    else to = static_cast<Stored>(value);
 }
 
 // All lanes' copies of one operand.
@@ -75,27 +78,38 @@ void note_memory(const Operand& operand, bool write, uint32_t line) {
 // Reads an operand into rows x columns, row by row.
 template <class T>
 void gather(const Operand& operand, std::vector<T>& to, uint32_t line) {
+    static thread_local std::vector<T> scratch;
     const msl_tile& tile = operand.tile();
     const uint32_t columns = tile.columns;
     to.resize(static_cast<size_t>(operand.rows) * columns);
     note_memory(operand, false, line);
     if (!tile.in_registers) {
-        const auto* from = reinterpret_cast<const void*>(tile.address);
-        for (uint32_t row = 0; row < operand.rows; ++row)
-            for (uint32_t column = 0; column < columns; ++column)
-                to[row * columns + column] =
-                    read<T>(from, tile.type, (operand.first_row + row) * tile.row_stride + column * tile.column_stride);
+        as_type(tile.address, tile.type, [&](const auto* from) {
+            from += operand.first_row * tile.row_stride;
+            if (tile.column_stride == 1) {
+                for (uint32_t row = 0; row < operand.rows; ++row)
+                    for (uint32_t column = 0; column < columns; ++column)
+                        to[row * columns + column] = static_cast<T>(from[row * tile.row_stride + column]);
+            } else {  // along the rows, which lie next to each other where the operand is transposed
+                for (uint32_t column = 0; column < columns; ++column)
+                    for (uint32_t row = 0; row < operand.rows; ++row)
+                        to[row * columns + column] =
+                            static_cast<T>(from[row * tile.row_stride + column * tile.column_stride]);
+            }
+        });
         return;
     }
     const bool as_held = tile.column_stride == 1;  // or transposed
-    const uint32_t held_columns = static_cast<uint32_t>(as_held ? tile.row_stride : tile.column_stride);
-    for (uint32_t i = 0; i < to.size() / kSimdWidth; ++i)
-        for (uint32_t lane = 0; lane < kSimdWidth; ++lane) {
-            const uint32_t place = place_of(lane, i);
-            const T value = read<T>(reinterpret_cast<const void*>(operand.tiles[lane]->address), tile.type, i);
-            if (as_held) to[place] = value;
-            else to[place % held_columns * columns + place / held_columns] = value;
-        }
+    const auto held_columns = static_cast<uint32_t>(as_held ? tile.row_stride : tile.column_stride);
+    std::vector<T>& held = as_held ? to : scratch;
+    held.resize(to.size());
+    for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
+        as_type(operand.tiles[lane]->address, tile.type, [&](const auto* from) {
+            for (uint32_t i = 0; i < to.size() / kSimdWidth; ++i) held[place_of(lane, i)] = static_cast<T>(from[i]);
+        });
+    if (as_held) return;
+    for (uint32_t row = 0; row < operand.rows; ++row)
+        for (uint32_t column = 0; column < columns; ++column) to[row * columns + column] = held[column * held_columns + row];
 }
 
 template <class T>
@@ -103,44 +117,45 @@ void scatter(const Operand& operand, const std::vector<T>& from, uint32_t line) 
     const msl_tile& tile = operand.tile();
     note_memory(operand, true, line);
     if (!tile.in_registers) {
-        auto* to = reinterpret_cast<void*>(tile.address);
-        for (uint32_t row = 0; row < operand.rows; ++row)
-            for (uint32_t column = 0; column < tile.columns; ++column)
-                write(to, tile.type, (operand.first_row + row) * tile.row_stride + column * tile.column_stride,
-                      from[row * tile.columns + column]);
+        as_type(tile.address, tile.type, [&](auto* to) {
+            for (uint32_t row = 0; row < operand.rows; ++row)
+                for (uint32_t column = 0; column < tile.columns; ++column)
+                    store(to[(operand.first_row + row) * tile.row_stride + column * tile.column_stride],
+                          from[row * tile.columns + column]);
+        });
         return;
     }
-    for (uint32_t i = 0; i < from.size() / kSimdWidth; ++i)
-        for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
-            write(reinterpret_cast<void*>(operand.tiles[lane]->address), tile.type, i, from[place_of(lane, i)]);
+    for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
+        as_type(operand.tiles[lane]->address, tile.type, [&](auto* to) {
+            for (uint32_t i = 0; i < from.size() / kSimdWidth; ++i) store(to[i], from[place_of(lane, i)]);
+        });
 }
 
-// c += a b, each element's sum from k = 0 on; kWide columns at a time stay in registers.
+template <class T>
+T fused(T x, T y, T sum) {
+    if constexpr (std::is_same_v<T, float>) return __builtin_fmaf(x, y, sum);
+    else return sum + x * y;
+}
+
+// c += a b, each element's sum from k = 0 on; kRows rows of kWide columns at a time stay in registers.
 template <class T>
 void multiply(const T* a, const T* b, T* c, uint32_t rows, uint32_t depth, uint32_t columns) {
-    constexpr uint32_t kWide = 32;
-    for (uint32_t row = 0; row < rows; ++row)
-        for (uint32_t first = 0; first < columns; first += kWide) {
-            T sums[kWide] = {};
-            const uint32_t count = columns - first < kWide ? columns - first : kWide;
-            std::memcpy(sums, c + row * columns + first, count * sizeof(T));
-            for (uint32_t k = 0; k < depth; ++k) {
-                const T x = a[row * depth + k];
-                const T* y = b + k * columns + first;
-                if (count == kWide) {
-                    for (uint32_t j = 0; j < kWide; ++j) {
-                        if constexpr (std::is_same_v<T, float>) sums[j] = __builtin_fmaf(x, y[j], sums[j]);
-                        else sums[j] += x * y[j];
-                    }
-                } else {
-                    for (uint32_t j = 0; j < count; ++j) {
-                        if constexpr (std::is_same_v<T, float>) sums[j] = __builtin_fmaf(x, y[j], sums[j]);
-                        else sums[j] += x * y[j];
-                    }
-                }
-            }
-            std::memcpy(c + row * columns + first, sums, count * sizeof(T));
+    constexpr uint32_t kRows = 2, kWide = 32;
+    const uint32_t whole_rows = rows / kRows * kRows, whole_columns = columns / kWide * kWide;
+    for (uint32_t row = 0; row < whole_rows; row += kRows)
+        for (uint32_t first = 0; first < whole_columns; first += kWide) {
+            T sums[kRows][kWide];
+            for (uint32_t r = 0; r < kRows; ++r) std::memcpy(sums[r], c + (row + r) * columns + first, sizeof sums[r]);
+            for (uint32_t k = 0; k < depth; ++k)
+                for (uint32_t r = 0; r < kRows; ++r)
+                    for (uint32_t j = 0; j < kWide; ++j)
+                        sums[r][j] = fused(a[(row + r) * depth + k], b[k * columns + first + j], sums[r][j]);
+            for (uint32_t r = 0; r < kRows; ++r) std::memcpy(c + (row + r) * columns + first, sums[r], sizeof sums[r]);
         }
+    for (uint32_t row = 0; row < rows; ++row)
+        for (uint32_t column = row < whole_rows ? whole_columns : 0; column < columns; ++column)
+            for (uint32_t k = 0; k < depth; ++k)
+                c[row * columns + column] = fused(a[row * depth + k], b[k * columns + column], c[row * columns + column]);
 }
 
 template <class T>
