@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tools.metal import clang, lines
 from tools.metal.clang import CompileError, Translation
-from tools.metal.kernels import Constant
+from tools.metal.kernels import Constant, Kernels
 
 CACHE = Path(os.environ.get("METAL_CACHE", clang.HERE.parent.parent / "build" / "metal"))
 MAX_THREADS = 1024
 C_TYPES = {"uchar": "unsigned char", "ushort": "unsigned short", "uint": "unsigned", "ulong": "unsigned long", "half": "_Float16"}
-OPTIMISE = ["-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Xclang", "-ffloat16-excess-precision=none"]
+# Apple's compiler fuses a * b + c within an expression, so this one does.
+OPTIMISE = ["-O2", "-fPIC", "-ffp-contract=on", "-fno-math-errno", "-Xclang", "-ffloat16-excess-precision=none"]
 # clang's thread sanitizer calls a function at every access; ours, in runtime/instruments.cpp. Accesses are neither
 # merged into vectors nor taken apart, so that they are those which the source asks for.
 INSTRUMENT = [
@@ -66,6 +67,18 @@ def compile(  # noqa: A001
         if instrumented:
             lines.lay_beside(made, Path(f"{output}.lines"))
         made.replace(output)
+    return output
+
+
+def library_of_modules(modules: Sequence[Path], kernels: Kernels, output: Path) -> Path:
+    """Make a library of LLVM modules that hold the entry points of kernels already."""
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        objects = [module.with_suffix(".o") for module in modules]
+        for module, made in zip(modules, objects, strict=True):
+            flags = [*clang.TARGET, "-O2", "-fPIC", "-Wno-override-module"]
+            clang.checked([clang.CLANG, "-x", "ir", *flags, "-c", module, "-o", made])
+        table = _table([Translation(modules[0], "", kernels)])
+        _link([*objects, *_runtime(Path(folder), False, table)], output)
     return output
 
 
