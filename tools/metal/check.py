@@ -22,7 +22,7 @@ def check(file: Path, include: Iterable[Path] = (), define: Iterable[str] = ()) 
         translation = clang.translate(Path(file), include, define)
     except CompileError as error:
         return diagnostics(str(error), file)
-    apple = [f"-D{name}" for name in define if name.startswith("MSL_APPLE_LAYOUT")]
+    apple = [f"-D{name}" for name in define if name.startswith("MSL_UNDOCUMENTED")]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source.clcpp"
         source.write_text(translation.text)
@@ -59,7 +59,7 @@ def diagnostics(said: str, file: Path) -> list[Problem]:
         if not found:
             continue
         where, at, kind, message = found["file"], int(found["line"]), found["kind"], found["message"]
-        users = not clang.LANGUAGE.search(where) and where != "<built-in>"
+        users = not clang.LANGUAGE.search(where) and not where.startswith("<")
         if kind == "note":
             if inside and users:
                 inside.file, inside.line = where, at

@@ -26,7 +26,8 @@ DEFINES = [
     *("-undef", "-nostdinc", "-D__METAL__=1", f"-D__METAL_VERSION__={METAL_VERSION}", "-D__METAL_MACOS__=1"),
     *("-D__cplusplus=201703L", "-D__LITTLE_ENDIAN__=1", "-DNDEBUG", "-Wno-builtin-macro-redefined", "-Wno-macro-redefined"),
 ]
-WARNINGS = "-Wall -Wno-unused -Wno-missing-braces -Wno-gcc-compat -Wno-pass-failed -Wno-return-type-c-linkage".split()
+WARNINGS = "-Wall -Wno-unused -Wno-missing-braces -Wno-gcc-compat -Wno-pass-failed -Wno-return-type-c-linkage -Wno-unknown-pragmas".split()
+WARNINGS += ["-Wno-defaulted-function-deleted"]  # of the copies that rewrite.py declares
 LANGUAGE = re.compile(r"/tools/metal/(language|runtime)/\w+\.h$")  # our own headers, which no message should name
 # What clang calls Metal's words.
 WORDS = {"__global": "device", "__local": "threadgroup", "__private": "thread", "__constant": "constant", "__bf16": "bfloat"}

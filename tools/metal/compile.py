@@ -59,7 +59,7 @@ def compile(  # noqa: A001
             return output
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        apple = [name for name in define if name.startswith("MSL_APPLE_LAYOUT")]
+        apple = [name for name in define if name.startswith("MSL_UNDOCUMENTED")]
         objects = pool.map(lambda t: _kernel_object(t, Path(folder), instrumented, apple), translations)
         runtime = pool.submit(_runtime, Path(folder), instrumented, table)
         made = Path(folder) / "library.so"

@@ -36,10 +36,13 @@ class _Function:
     threadgroup_variable: tuple[str, int] | None = None
 
 
-def _plain(kind: str) -> str:
-    """Give a type without its template arguments, whose address spaces are not its own."""
-    shorter = re.sub(r"<[^<>]*>", "", kind)
-    return kind if shorter == kind else _plain(shorter)
+def _space(kind: str, is_reference: bool) -> str | None:
+    """Give the address space of what a reference to this type, or a pointer of this type, stands for."""
+    while (plain := re.sub(r"<[^<>]*>", "", kind)) != kind:  # template arguments have spaces of their own
+        kind = plain
+    parts = kind.split("*")
+    found = SPACE.search(parts[-1] if is_reference else parts[-2] if len(parts) > 1 else "")
+    return {"global": "device", "local": "threadgroup"}[found[1]] if found else None
 
 
 class Tree:
@@ -50,7 +53,7 @@ class Tree:
         self._functions: dict[str, _Function] = {}
         self._function: _Function | None = None
         self._stack: list[tuple[int, str]] = []  # depth and text of the nodes above
-        self._conversion: tuple[str, str, bool, str, int] | None = None
+        self._conversion: tuple[bool, bool, Problem | None] | None = None  # is it a reference, a copy; what to say
         self._file, self._line = "", 0
 
     def read(self, lines: Iterable[str]) -> list[Problem]:
@@ -93,18 +96,19 @@ class Tree:
     def _address_spaces(self, text: str, parent: str) -> None:
         """Find a device or threadgroup address that goes into a pointer of clang's generic space, which Metal lacks."""
         if self._conversion:
-            kind, above, users, file, line = self._conversion
+            is_reference, is_copy, problem = self._conversion
             self._conversion = None
-            is_copy = "*" not in kind and above.startswith(OWN_CONVERSIONS)
-            found = next(filter(None, map(SPACE.search, map(_plain, re.findall(r"'([^']*)'", text)))), None)
-            if users and found and not is_copy:
-                space = {"global": "device", "local": "threadgroup"}[found.group(1)]
-                message = f"a pointer or reference without an address space is `thread`, and cannot hold a {space} address"
-                self.problems.append(Problem(file, line, message))
+            kinds = re.findall(r"'([^']*)'", text)
+            space = next(filter(None, (_space(kind, is_reference) for kind in kinds)), None)
+            if space and problem and not is_copy:
+                problem.message = problem.message.format(space=space)
+                self.problems.append(problem)
         if "<AddressSpaceConversion>" in text and "__generic" in text:
-            kind_found = re.search(r"'([^']*)'", text)
-            kind = kind_found.group(1) if kind_found else ""
-            self._conversion = (kind, parent, self._is_users, self._file, self._line)
+            kind = re.search(r"'([^']*)'", text)
+            is_copy = kind is not None and "*" not in kind[1] and parent.startswith(OWN_CONVERSIONS)
+            message = "a pointer or reference without an address space is `thread`, and cannot hold a {space} address"
+            problem = Problem(self._file, self._line, message) if self._is_users else None
+            self._conversion = (" lvalue " in text, is_copy, problem)
 
     def _calls(self, text: str) -> None:
         declared = DECLARATION.match(text)

@@ -9,3 +9,6 @@
 #include "tensor.h"
 #include "atomic.h"
 #include "launch.h"
+#if MSL_UNDOCUMENTED
+#include "undocumented.h"
+#endif

@@ -21,7 +21,7 @@ MSL_FN bool msl_my_turn(const volatile device void* address, ulong stride, uint 
 #endif
 }
 
-#if MSL_APPLE_LAYOUT
+#if MSL_UNDOCUMENTED
 // Apple's own layout, which it does not document: two elements a lane, for replaying public kernels that rely on it.
 template <class T, int C, int R>
 struct simdgroup_matrix {
