@@ -48,7 +48,7 @@ lint: $(VENV)/extra-dev  ## ruff and mypy
 
 format: $(VENV)/extra-dev  ## ruff's and clang-format's layout, in place
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(shell find csrc tests -name '*.h' -o -name '*.cpp')
+	$(VENV)/bin/clang-format -i $(shell find csrc tests tools -name '*.h' -o -name '*.cpp')
 
 stubs: $(VENV)/extra-test  ## regenerate what is committed but made from the core: _core.pyi and docs/options.md
 	$(PY) tools/generate.py

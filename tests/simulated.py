@@ -1,4 +1,4 @@
-"""What the tests of the Metal toolchain share: kernels of tests/metal compiled for the simulator, arrays, expectations."""
+"""What the tests of the Metal toolchain share: kernels of tests/metal, compiled, and arrays for them."""
 
 from functools import cache
 from pathlib import Path

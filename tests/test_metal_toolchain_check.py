@@ -1,4 +1,4 @@
-"""The checker: what Metal does not take is reported at its line, in the words that tests/metal/rejected.metal gives."""
+"""The checker: what Metal does not take is reported at its line, in the words that rejected.metal gives."""
 
 import re
 import subprocess
@@ -54,9 +54,7 @@ def test_accepted(name):
 
 def test_the_command_names_file_and_line(tmp_path):
     wrong = tmp_path / "wrong.metal"
-    wrong.write_text(
-        "#include <metal_stdlib>\nusing namespace metal;\n\nkernel void k(device float* x [[buffer(99)]]) {}\n"
-    )
+    wrong.write_text("#include <metal_stdlib>\n\n\nkernel void k(device float* x [[buffer(99)]]) {}\n")
     command = [sys.executable, "-m", "tools.metal.check", wrong]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -69,8 +67,6 @@ def test_lines_of_an_included_header_are_its_own(tmp_path):
         "#pragma once\ninline float f(device float* x) {\n    float* y = x;\n    return *y;\n}\n"
     )
     whole = tmp_path / "whole.metal"
-    whole.write_text(
-        '#include <metal_stdlib>\n#include "part.h"\nkernel void k(device float* x [[buffer(0)]]) { x[0] = f(x); }\n'
-    )
+    whole.write_text('#include "part.h"\nkernel void k(device float* x [[buffer(0)]]) { x[0] = f(x); }\n')
     (problem,) = check(whole)
     assert (Path(problem.file).name, problem.line) == ("part.h", 3)

@@ -1,4 +1,4 @@
-"""The instruments: every planted fault is found, with its words, line, buffer and offset, and traffic is counted."""
+"""The instruments: planted faults are found, with words, line, buffer and offset, and traffic is counted."""
 
 import re
 
@@ -87,7 +87,7 @@ def test_launches_that_are_refused():
 
 
 def test_a_finding_is_an_error_unless_asked_for():
-    with pytest.raises(SimulatorError, match="read_past_the_end:.*which has 512"):
+    with pytest.raises(SimulatorError, match=r"read_past_the_end:.*which has 512"):
         simulated.library("faults", instrumented=True).run("read_past_the_end", buffers(), (2,), (64,))
 
 

@@ -2,15 +2,22 @@
 
 import numpy as np
 import pytest
+
 import simulated
 from test_metal_toolchain_library import close, run
-
 from tools.metal.simulator import ORDERS
 
 pytestmark = pytest.mark.unsanitized
 random = np.random.default_rng(12)
 LANE = np.arange(32)
-DTYPES = {"float": np.float32, "half": np.float16, "int": np.int32, "uint": np.uint32, "ushort": np.uint16, "float4": np.float32}
+DTYPES = {
+    "float": np.float32,
+    "half": np.float16,
+    "int": np.int32,
+    "uint": np.uint32,
+    "ushort": np.uint16,
+    "float4": np.float32,
+}
 
 
 def all_lanes(function):
@@ -19,7 +26,9 @@ def all_lanes(function):
 
 def of_quads(function):
     """Apply a function to each four lanes, the result for all of them."""
-    return lambda x: np.repeat(function(x.reshape(x.shape[0], 8, 4, *x.shape[2:])), 4, axis=1).reshape(x.shape)
+    return lambda x: np.repeat(function(x.reshape(x.shape[0], 8, 4, *x.shape[2:])), 4, axis=1).reshape(
+        x.shape
+    )
 
 
 def filled(up):
@@ -82,7 +91,9 @@ def values(kind, name, simds):
     shape = (simds, 32, 4) if kind == "float4" else (simds, 32)
     if kind in ("int", "uint", "ushort"):
         low = -50 if kind == "int" else 0
-        return random.integers(low, 2**16 if name in ("and", "or", "xor") else 100, shape).astype(DTYPES[kind])
+        return random.integers(low, 2**16 if name in ("and", "or", "xor") else 100, shape).astype(
+            DTYPES[kind]
+        )
     low, high = (0.9, 1.1) if "product" in name else (-8, 8)
     return random.uniform(low, high, shape).astype(DTYPES[kind])
 

@@ -1,10 +1,10 @@
-"""The simulator's matrix tiles, tests/metal/tiles.metal, against NumPy: simdgroup_matrix and Metal 4's matmul2d."""
+"""The simulator's matrix tiles against NumPy: simdgroup_matrix and Metal 4's matmul2d."""
 
 import numpy as np
 import pytest
+
 import simulated
 from simulated import from_bfloat, to_bfloat
-
 from tools.metal.simulator import ORDERS
 
 pytestmark = pytest.mark.unsanitized
@@ -25,7 +25,7 @@ def stored(kind, shape):
 
 
 def same_in_all_orders(kernel, buffers, out, groups, threads, **more):
-    """Run a kernel in every order, plain and instrumented, and give what it writes, which must be the same bits."""
+    """Run a kernel in every order, plain and instrumented, and give what it writes: always the same bits."""
     results = []
     for instrumented in (False, True):
         for order in ORDERS:
@@ -91,7 +91,9 @@ def test_operands_in_registers(kernel, left, right):
     assert np.abs(got - want).max() < (0.05 if c.dtype == np.float16 else 1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["memory_half", "memory_half_4", "memory_bfloat_4", "memory_int8", "memory_uint8_4"])
+@pytest.mark.parametrize(
+    "kernel", ["memory_half", "memory_half_4", "memory_bfloat_4", "memory_int8", "memory_uint8_4"]
+)
 def test_operands_in_memory(kernel):
     M, N, K = 128, 96, 40
     kind, threads = kernel.split("_")[1], 128 if kernel.endswith("_4") else 32
@@ -108,7 +110,11 @@ def test_operands_in_memory(kernel):
 
 
 def test_the_layout_is_nobodys_but_complete():
-    contents, places, valid = np.zeros((32, 9), np.float32), np.zeros((32, 9, 2), np.int32), np.zeros((32, 9), np.uint32)
+    contents, places, valid = (
+        np.zeros((32, 9), np.float32),
+        np.zeros((32, 9, 2), np.int32),
+        np.zeros((32, 9), np.uint32),
+    )
     simulated.library("tiles").run("layout", {0: contents, 1: places, 2: valid}, (1,), (32,))
     assert np.isnan(contents).all()
     assert (valid.sum(1) == 8).all()
@@ -123,4 +129,6 @@ def test_matmul2d_of_the_wrong_number_of_simdgroups():
     a, b, c = np.zeros((64, 16), np.float16), np.zeros((32, 16), np.float16), np.zeros((64, 32), np.float32)
     buffers = {0: a, 1: b, 2: c, 3: np.array([64, 32, 16], np.uint32)}
     run = simulated.library("tiles").run("memory_half_4", buffers, (1,), (64,), check=False)
-    assert {f.message.split(": ")[1] for f in run.findings} == {"matmul2d of 4 SIMD-groups runs in a threadgroup of 2"}
+    assert {f.message.split(": ")[1] for f in run.findings} == {
+        "matmul2d of 4 SIMD-groups runs in a threadgroup of 2"
+    }

@@ -17,8 +17,16 @@ LAYOUT = (
 )
 # Offsets in runtime/context.h: of msl_group, in the group; of msl_thread, in the thread.
 GROUP = {"threadgroup_position_in_grid": 496, "threadgroups_per_grid": 508, "threads_per_grid": 520}
-GROUP |= {"dispatch_threads_per_threadgroup": 532, "threads_per_threadgroup": 544, "simdgroups_per_threadgroup": 556}
-THREAD = {"thread_position_in_threadgroup": 16, "thread_index_in_threadgroup": 28, "thread_index_in_simdgroup": 32}
+GROUP |= {
+    "dispatch_threads_per_threadgroup": 532,
+    "threads_per_threadgroup": 544,
+    "simdgroups_per_threadgroup": 556,
+}
+THREAD = {
+    "thread_position_in_threadgroup": 16,
+    "thread_index_in_threadgroup": 28,
+    "thread_index_in_simdgroup": 32,
+}
 THREAD |= {"simdgroup_index_in_threadgroup": 36}
 BYTES = {"float": 4, "half": 2, "bfloat": 2, "i32": 4, "i16": 2, "i8": 1}
 RUNTIME = """
@@ -46,6 +54,7 @@ class Metallib:
     """The functions of a .metallib by name, each a module of its own in LLVM's bitcode."""
 
     def __init__(self, path: Path) -> None:
+        """Read the list of functions."""
         self._data = path.read_bytes()
         header = struct.unpack_from("<9Q", self._data, 16)
         listed, self._code = header[1], header[7]
@@ -69,6 +78,7 @@ class Metallib:
         return tags
 
     def bitcode(self, name: str) -> bytes:
+        """Give a function's module."""
         if name not in self.functions:
             raise AirError(f"the metallib has no kernel {name}")
         at, length = self.functions[name]
@@ -81,7 +91,9 @@ def replay(metallib: Metallib, names: Sequence[str], folder: Path) -> Path:
     for number, name in enumerate(names):
         bitcode = folder / f"{number}.bc"
         bitcode.write_bytes(metallib.bitcode(name))
-        code, function = lower(clang.checked(["llvm-dis-22", bitcode, "-o", "-"]), name, f"lily_entry_0_{number}")
+        code, function = lower(
+            clang.checked(["llvm-dis-22", bitcode, "-o", "-"]), name, f"lily_entry_0_{number}"
+        )
         modules.append(folder / f"{number}.ll")
         modules[-1].write_text(code)
         kernels.functions[name] = function
@@ -98,9 +110,9 @@ def lower(code: str, name: str, entry: str) -> tuple[str, Function]:
     code = re.sub(r"@llvm\.memset\.p\d\.", "@llvm.memset.p0.", code)
     code = re.sub(r"^@llvm.global_ctors.*\n", "", code, flags=re.MULTILINE)
     code = re.sub(r"^.*@llvm\.lifetime\..*\n", "", code, flags=re.MULTILINE)
-    definitions = []
-    seen = set()
-    lines = []
+    definitions: list[str] = []
+    seen: set[str] = set()
+    lines: list[str] = []
     for line in code.split("\n"):
         declared = re.match(r"declare (.+?) @([\w.]+)\((.*?)\)", line)
         if declared and declared[2] in seen:
@@ -108,10 +120,12 @@ def lower(code: str, name: str, entry: str) -> tuple[str, Function]:
         if declared:
             seen.add(declared[2])
         if declared and declared[2].startswith("air."):
-            definitions.append(_define(*declared.groups(), len(definitions) + 1))
+            definitions.append(_define(declared[1], declared[2], declared[3], len(definitions) + 1))
         else:
             lines.append(line)
-    declared_runtime = [line for line in RUNTIME.split("\n") if not any(f"@{known}(" in line for known in seen)]
+    declared_runtime = [
+        line for line in RUNTIME.split("\n") if not any(f"@{known}(" in line for known in seen)
+    ]
     entry_code, function = _entry(code, name, entry, arguments)
     return "\n".join([*lines, *definitions, *declared_runtime, entry_code]), function
 
@@ -141,7 +155,9 @@ def _define(kind: str, name: str, parameters: str, site: int) -> str:
 
 def _barrier(kind: str, name: str, parameters: str, site: int, simd: str) -> str:
     target = "msl_runtime_simd_barrier" if simd == "simdgroup" else "msl_runtime_barrier"
-    return _function("void", name, "i32 %flags, i32 %scope", f"call void @{target}(i32 %flags, i32 {site})", "ret void")
+    return _function(
+        "void", name, "i32 %flags, i32 %scope", f"call void @{target}(i32 %flags, i32 {site})", "ret void"
+    )
 
 
 def _reduce(kind: str, name: str, parameters: str, site: int, operation: str, number: str) -> str:
@@ -151,6 +167,7 @@ def _reduce(kind: str, name: str, parameters: str, site: int, operation: str, nu
     widen = {"s": "sext", "u": "zext"}.get(number[0], "fpext")
     narrow = "trunc" if integer else "fptrunc"
     same = kind == wide
+    type_code = "fsu".index(number[0])
     return _function(
         kind,
         name,
@@ -159,7 +176,7 @@ def _reduce(kind: str, name: str, parameters: str, site: int, operation: str, nu
         f"%to = alloca {wide}",
         f"%w = bitcast {kind} %x to {wide}" if same else f"%w = {widen} {kind} %x to {wide}",
         f"store {wide} %w, ptr %from",
-        f"call void @msl_runtime_reduce(ptr %from, ptr %to, i32 {'fsu'.index(number[0])}, i32 1, i32 {code}, i32 {site})",
+        f"call void @msl_runtime_reduce(ptr %from, ptr %to, i32 {type_code}, i32 1, i32 {code}, i32 {site})",
         f"%r = load {wide}, ptr %to",
         f"%n = bitcast {wide} %r to {kind}" if same else f"%n = {narrow} {wide} %r to {kind}",
         f"ret {kind} %n",
@@ -169,8 +186,16 @@ def _reduce(kind: str, name: str, parameters: str, site: int, operation: str, nu
 def _shuffle(kind: str, name: str, parameters: str, site: int, how: str | None) -> str:
     source = {
         "_xor": ["%source = xor i32 %lane, %d"],
-        "_down": ["%a = add i32 %lane, %d", "%c = icmp ult i32 %a, 32", "%source = select i1 %c, i32 %a, i32 %lane"],
-        "_up": ["%a = sub i32 %lane, %d", "%c = icmp uge i32 %lane, %d", "%source = select i1 %c, i32 %a, i32 %lane"],
+        "_down": [
+            "%a = add i32 %lane, %d",
+            "%c = icmp ult i32 %a, 32",
+            "%source = select i1 %c, i32 %a, i32 %lane",
+        ],
+        "_up": [
+            "%a = sub i32 %lane, %d",
+            "%c = icmp uge i32 %lane, %d",
+            "%source = select i1 %c, i32 %a, i32 %lane",
+        ],
         None: ["%source = and i32 %d, 31"],
     }[how]
     return _function(
@@ -226,7 +251,9 @@ def _convert(kind: str, name: str, parameters: str, site: int, sign: str, bits: 
 
 
 def _one(kind: str, name: str, parameters: str, site: int, function: str) -> str:
-    return _function("float", name, "float %x", f"%y = call float @llvm.{function}.f32(float %x)", "ret float %y")
+    return _function(
+        "float", name, "float %x", f"%y = call float @llvm.{function}.f32(float %x)", "ret float %y"
+    )
 
 
 def _rsqrt(kind: str, name: str, parameters: str, site: int) -> str:
@@ -239,7 +266,9 @@ def _extreme(kind: str, name: str, parameters: str, site: int, which: str) -> st
     return _function("float", name, "float %x, float %y", call, "ret float %z")
 
 
-def _integer_extreme(kind: str, name: str, parameters: str, site: int, which: str, sign: str, bits: str) -> str:
+def _integer_extreme(
+    kind: str, name: str, parameters: str, site: int, which: str, sign: str, bits: str
+) -> str:
     compare = {"max": "gt", "min": "lt"}[which]
     chosen = f"%z = select i1 %c, i{bits} %x, i{bits} %y"
     order = f"%c = icmp {sign}{compare} i{bits} %x, %y"
@@ -273,7 +302,9 @@ def _entry(code: str, name: str, entry: str, arguments: Sequence[str]) -> tuple[
             index = _number(r'!"air\.location_index", i32 (\d+)', argument)
             label = re.search(r'!"air\.arg_name", !"(\w+)"', argument)
             writable = "air.read_write" in argument or '"air.write"' in argument
-            function.arguments.append(Argument("device", index, label[1] if label else f"buffer{index}", writable))
+            function.arguments.append(
+                Argument("device", index, label[1] if label else f"buffer{index}", writable)
+            )
             body += [f"%p{i} = getelementptr i8, ptr %group, i64 {8 * index}", f"%v{i} = load ptr, ptr %p{i}"]
             call.append(f"ptr %v{i}")
             continue
@@ -281,8 +312,15 @@ def _entry(code: str, name: str, entry: str, arguments: Sequence[str]) -> tuple[
         if offset < 0:
             raise AirError(f"{name}: built-in {what} is not lowered")
         wide = kind.replace("i16", "i32")
-        body += [f"%p{i} = getelementptr i8, ptr {base}, i64 {offset}", f"%w{i} = load {wide}, ptr %p{i}, align 4"]
-        body.append(f"%v{i} = trunc {wide} %w{i} to {kind}" if wide != kind else f"%v{i} = bitcast {kind} %w{i} to {kind}")
+        body += [
+            f"%p{i} = getelementptr i8, ptr {base}, i64 {offset}",
+            f"%w{i} = load {wide}, ptr %p{i}, align 4",
+        ]
+        body.append(
+            f"%v{i} = trunc {wide} %w{i} to {kind}"
+            if wide != kind
+            else f"%v{i} = bitcast {kind} %w{i} to {kind}"
+        )
         call.append(f"{kind} %v{i}")
     lines = [*body, f"call void @{name}({', '.join(call)})", "ret void"]
     return f"define void @{entry}(ptr %thread) {{\n" + "\n".join(lines) + "\n}\n", function

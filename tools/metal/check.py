@@ -12,7 +12,9 @@ from tools.metal import clang, lint
 from tools.metal.clang import CompileError, Translation
 from tools.metal.tokens import Problem
 
-DIAGNOSTIC = re.compile(r"(?P<file>[^:\n]+):(?P<line>\d+):\d+: (?P<kind>fatal error|error|warning|note): (?P<message>.*)")
+DIAGNOSTIC = re.compile(
+    r"(?P<file>[^:\n]+):(?P<line>\d+):\d+: (?P<kind>fatal error|error|warning|note): (?P<message>.*)"
+)
 ASSERTION = re.compile(r"static assertion failed(?: due to requirement '.*?')?: (?P<message>.*)")
 
 
@@ -31,7 +33,15 @@ def check(file: Path, include: Iterable[Path] = (), define: Iterable[str] = ()) 
 
 def _compiled(translation: Translation, source: Path, define: list[str]) -> list[Problem]:
     command = [clang.CLANG, *clang.FRONT_END, *clang.TARGET, *define]
-    judged = [*command, *clang.WARNINGS, "-fsyntax-only", "-ferror-limit=0", "-Xclang", "-ast-dump", "-fno-color-diagnostics"]
+    judged = [
+        *command,
+        *clang.WARNINGS,
+        "-fsyntax-only",
+        "-ferror-limit=0",
+        "-Xclang",
+        "-ast-dump",
+        "-fno-color-diagnostics",
+    ]
     coded = [*command, "-w", "-O0", "-S", "-emit-llvm", "-o", "-"]
     with (
         tempfile.TemporaryFile("w+") as said,
@@ -74,6 +84,7 @@ def diagnostics(said: str, file: Path) -> list[Problem]:
 
 
 def main() -> int:
+    """Check the files of the command line; 1 if Metal would not take one."""
     parser = argparse.ArgumentParser(prog="python -m tools.metal.check", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("-I", "--include", action="append", default=[], type=Path)

@@ -1,4 +1,4 @@
-"""Calls clang: how Metal is preprocessed, checked and compiled. Nothing else in this package starts a compiler."""
+"""Calls clang: how Metal is preprocessed, checked and compiled. Nothing else here starts a compiler."""
 
 import os
 import re
@@ -24,13 +24,35 @@ FRONT_END = [
 ]
 DEFINES = [
     *("-undef", "-nostdinc", "-D__METAL__=1", f"-D__METAL_VERSION__={METAL_VERSION}", "-D__METAL_MACOS__=1"),
-    *("-D__cplusplus=201703L", "-D__LITTLE_ENDIAN__=1", "-DNDEBUG", "-Wno-builtin-macro-redefined", "-Wno-macro-redefined"),
+    *(
+        "-D__cplusplus=201703L",
+        "-D__LITTLE_ENDIAN__=1",
+        "-DNDEBUG",
+        "-Wno-builtin-macro-redefined",
+        "-Wno-macro-redefined",
+    ),
 ]
-WARNINGS = "-Wall -Wno-unused -Wno-missing-braces -Wno-gcc-compat -Wno-pass-failed -Wno-return-type-c-linkage -Wno-unknown-pragmas".split()
+WARNINGS = [
+    "-Wall",
+    "-Wno-unused",
+    "-Wno-missing-braces",
+    "-Wno-gcc-compat",
+    "-Wno-pass-failed",
+    "-Wno-return-type-c-linkage",
+    "-Wno-unknown-pragmas",
+]
 WARNINGS += ["-Wno-defaulted-function-deleted"]  # of the copies that rewrite.py declares
-LANGUAGE = re.compile(r"/tools/metal/(language|runtime)/\w+\.h$")  # our own headers, which no message should name
+LANGUAGE = re.compile(
+    r"/tools/metal/(language|runtime)/\w+\.h$"
+)  # our own headers, which no message should name
 # What clang calls Metal's words.
-WORDS = {"__global": "device", "__local": "threadgroup", "__private": "thread", "__constant": "constant", "__bf16": "bfloat"}
+WORDS = {
+    "__global": "device",
+    "__local": "threadgroup",
+    "__private": "thread",
+    "__constant": "constant",
+    "__bf16": "bfloat",
+}
 
 
 class CompileError(Exception):
@@ -68,22 +90,31 @@ def in_metal_words(diagnostics: str) -> str:
 def preprocess(file: Path, include: Iterable[Path] = (), define: Iterable[str] = ()) -> str:
     """Expand a source's includes and macros. Raises CompileError with clang's words."""
     folders = [file.resolve().parent, *include]
-    done = run(
-        [CLANG, *FRONT_END[:4], "-E", *DEFINES, "-isystem", HERE / "include"]
-        + [f"-I{folder}" for folder in folders]
-        + [f"-D{name}" for name in define]
-        + [*TARGET, file]
-    )
+    command: list[str | Path] = [
+        CLANG,
+        *FRONT_END[:4],
+        "-E",
+        *DEFINES,
+        "-isystem",
+        HERE / "include",
+        *TARGET,
+        file,
+    ]
+    done = run(command + [f"-I{folder}" for folder in folders] + [f"-D{name}" for name in define])
     if done.returncode:
         raise CompileError(in_metal_words(done.stderr))
     return done.stdout
 
 
-def translate(file: Path, include: Iterable[Path] = (), define: Iterable[str] = (), prefix: str = "lily_entry_") -> Translation:
+def translate(
+    file: Path, include: Iterable[Path] = (), define: Iterable[str] = (), prefix: str = "lily_entry_"
+) -> Translation:
     """Preprocess and rewrite a source, and add the entry points of its kernels."""
     source = Source(preprocess(file, include, define))
     found = kernels.find(source)
     rewrite.rewrite(source)
     text = f"{source}\n{kernels.entry_points(source, found, prefix)}"
-    problems = [Problem(problem.file or str(file), problem.line, problem.message) for problem in source.problems]
+    problems = [
+        Problem(problem.file or str(file), problem.line, problem.message) for problem in source.problems
+    ]
     return Translation(file, text, found, problems)

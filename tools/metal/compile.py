@@ -1,4 +1,4 @@
-"""Compiles .metal files into one library that the simulator runs: python -m tools.metal.compile FILES -o OUT.so."""
+"""Compiles .metal files into a library for the simulator: python -m tools.metal.compile FILES -o OUT.so."""
 
 import argparse
 import hashlib
@@ -15,11 +15,24 @@ from tools.metal.kernels import Constant, Kernels
 
 CACHE = Path(os.environ.get("METAL_CACHE", clang.HERE.parent.parent / "build" / "metal"))
 MAX_THREADS = 1024
-C_TYPES = {"uchar": "unsigned char", "ushort": "unsigned short", "uint": "unsigned", "ulong": "unsigned long", "half": "_Float16"}
+C_TYPES = {
+    "uchar": "unsigned char",
+    "ushort": "unsigned short",
+    "uint": "unsigned",
+    "ulong": "unsigned long",
+    "half": "_Float16",
+}
 # Apple's compiler fuses a * b + c within an expression, so this one does.
-OPTIMISE = ["-O2", "-fPIC", "-ffp-contract=on", "-fno-math-errno", "-Xclang", "-ffloat16-excess-precision=none"]
-# clang's thread sanitizer calls a function at every access; ours, in runtime/instruments.cpp. Accesses are neither
-# merged into vectors nor taken apart, so that they are those which the source asks for.
+OPTIMISE = [
+    "-O2",
+    "-fPIC",
+    "-ffp-contract=on",
+    "-fno-math-errno",
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+]
+# clang's thread sanitizer calls a function at every access; ours, in runtime/instruments.cpp. Accesses are
+# neither merged into vectors nor taken apart, so that they are those which the source asks for.
 INSTRUMENT = [
     *("-fsanitize=thread", "-gline-tables-only"),
     *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-disable-vector-combine"),
@@ -30,7 +43,7 @@ RUNTIME = ["scheduler", "collectives", "tiles", "matmul", "dispatch", "findings"
 RUNTIME_FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", *clang.TARGET]
 
 
-def compile(  # noqa: A001
+def compile(
     files: Sequence[Path],
     output: Path | None = None,
     *,
@@ -46,7 +59,8 @@ def compile(  # noqa: A001
     """
     include, define = list(include), list(define)
     translations = [
-        clang.translate(Path(file), include, define, f"lily_entry_{number}_") for number, file in enumerate(files)
+        clang.translate(Path(file), include, define, f"lily_entry_{number}_")
+        for number, file in enumerate(files)
     ]
     faults = [str(problem) for translation in translations for problem in translation.problems]
     faults += _clashes(translations)
@@ -96,13 +110,21 @@ def _clashes(translations: Sequence[Translation]) -> list[str]:
         for constant in translation.kernels.constants:
             other = constants.setdefault(constant.name, constant)
             if other != constant:
-                faults.append(f"{translation.file}: error: function constant {constant.name} is declared in two ways")
+                faults.append(
+                    f"{translation.file}: error: function constant {constant.name} is declared in two ways"
+                )
     return faults
 
 
 def _key(translations: Sequence[Translation], table: str, instrumented: bool, define: Sequence[str]) -> str:
     tool = sorted(path for path in clang.HERE.rglob("*") if path.suffix in (".py", ".h", ".cpp"))
-    parts = [*(t.text for t in translations), table, str(instrumented), *define, *(path.read_text() for path in tool)]
+    parts = [
+        *(t.text for t in translations),
+        table,
+        str(instrumented),
+        *define,
+        *(path.read_text() for path in tool),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -112,7 +134,20 @@ def _kernel_object(translation: Translation, folder: Path, instrumented: bool, d
     extra = [*INSTRUMENT, "-DMSL_INSTRUMENTED=1"] if instrumented else []
     extra += [f"-D{name}" for name in define]
     made = source.with_suffix(".o")
-    clang.checked([clang.CLANG, *clang.FRONT_END, *clang.WARNINGS, *clang.TARGET, *OPTIMISE, *extra, "-c", source, "-o", made])
+    clang.checked(
+        [
+            clang.CLANG,
+            *clang.FRONT_END,
+            *clang.WARNINGS,
+            *clang.TARGET,
+            *OPTIMISE,
+            *extra,
+            "-c",
+            source,
+            "-o",
+            made,
+        ]
+    )
     return made
 
 
@@ -122,13 +157,17 @@ def _runtime(folder: Path, instrumented: bool, table: str) -> list[Path]:
     sources = [clang.HERE / "runtime" / f"{name}.cpp" for name in names]
     headers = [*(clang.HERE / "runtime").glob("*.h"), clang.HERE / "runtime.h"]
     text = "".join(path.read_text() for path in [*sources, *sorted(headers)]) + str(RUNTIME_FLAGS)
-    archive = CACHE / f"runtime-{'instrumented-' * instrumented}{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"
+    archive = (
+        CACHE / f"runtime-{'instrumented-' * instrumented}{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"
+    )
     flags = [*RUNTIME_FLAGS, f"-DMSL_INSTRUMENTED={int(instrumented)}"]
     if not archive.exists():
         archive.parent.mkdir(parents=True, exist_ok=True)
         objects = [folder / f"{name}.runtime.o" for name in names]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            commands = [[clang.CLANG, *flags, "-c", s, "-o", o] for s, o in zip(sources, objects, strict=True)]
+            commands = [
+                [clang.CLANG, *flags, "-c", s, "-o", o] for s, o in zip(sources, objects, strict=True)
+            ]
             list(pool.map(clang.checked, commands))
         whole = folder / "runtime.o"
         clang.checked([clang.CLANG, "-nostdlib", "-r", *objects, "-o", whole])
@@ -157,8 +196,8 @@ def _table(translations: Sequence[Translation]) -> str:
             function = translation.kernels.functions[instance.function]
             name = f"lily_entry_{number}_{position}"
             arguments = ", ".join(
-                f"{{{_quoted(a.name)}, Space::k{a.space.capitalize()}, {a.index}, {int(a.writable)}, {int(a.atomic)}, "
-                f"{int(a.optional)}}}"
+                f"{{{_quoted(a.name)}, Space::k{a.space.capitalize()}, {a.index}, "
+                f"{int(a.writable)}, {int(a.atomic)}, {int(a.optional)}}}"
                 for a in function.arguments
             )
             written.append(f'extern "C" void {name}(const void*);')
@@ -176,7 +215,8 @@ def _table(translations: Sequence[Translation]) -> str:
         )
     written += [
         'extern "C" {',
-        f"extern const uint32_t lily_metal_kernel_count = {len(entries)}, lily_metal_constant_count = {len(values)};",
+        f"extern const uint32_t lily_metal_kernel_count = {len(entries)};",
+        f"extern const uint32_t lily_metal_constant_count = {len(values)};",
         f"extern const Kernel lily_metal_kernels[] = {{{', '.join(entries) or '{}'}}};",
         f"extern const FunctionConstant lily_metal_constants[] = {{{', '.join(values) or '{}'}}};",
         "}",
@@ -185,9 +225,12 @@ def _table(translations: Sequence[Translation]) -> str:
 
 
 def main() -> int:
+    """Compile the files of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.metal.compile", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("-o", "--output", type=Path, help="the library; left out, its path in the cache is printed")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the library; left out, its path in the cache is printed"
+    )
     parser.add_argument("-I", "--include", action="append", default=[], type=Path)
     parser.add_argument("-D", "--define", action="append", default=[])
     parser.add_argument("--instrumented", action="store_true", help="watch every access")

@@ -65,7 +65,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Instance:
-    """What a pipeline is made from: a kernel function, its template arguments and the name that the host uses."""
+    """What a pipeline is made from: a kernel function, its template arguments, and the host's name for it."""
 
     name: str
     function: str
@@ -131,7 +131,7 @@ def _host_name(attributes: dict[str, str], otherwise: str) -> str:
 
 
 def _instance(source: Source, found: Kernels, position: int) -> int:
-    """Read `template [[host_name("...")]] [[kernel]] decltype(f<T>) f<T>;` and give the position of its end."""
+    """Read `template [[host_name("...")]] [[kernel]] decltype(f<T>) f<T>;` and give where it ends."""
     attributes, start = source.attributes(position + 1)
     is_kernel = "host_name" in attributes or "kernel" in attributes
     while source.text(start) in ("kernel", "__kernel"):
@@ -173,7 +173,9 @@ def _kernel(source: Source, found: Kernels, position: int, template: str | None)
     if "void" not in source.words(start, opening - 1):
         source.report(start, f"kernel {name} must return void")
     if source.text(end + 1) == "{":
-        parameters = [_parameter(source, *part, number) for number, part in enumerate(source.split(opening + 1, end))]
+        parameters = [
+            _parameter(source, *part, number) for number, part in enumerate(source.split(opening + 1, end))
+        ]
         where = source.where(opening - 1)
         if name in found.functions:
             source.report(opening - 1, f"there are two kernels of the name {name}")
@@ -214,13 +216,15 @@ def _argument_table(source: Source, function: Function) -> None:
         builtin = next((name for name in parameter.attributes if name in BUILTINS), None)
         if builtin:
             function.call.append(f"msl_builtin<{parameter.type}>({BUILTINS[builtin]}(thread_context))")
-        elif parameter.type.endswith(("*", "&")) or re.search(r"\*\s*(const|restrict|__restrict)$", parameter.type):
+        elif parameter.type.endswith(("*", "&")) or re.search(
+            r"\*\s*(const|restrict|__restrict)$", parameter.type
+        ):
             _buffer(source, function, parameter, free)
         else:
             source.report(
                 parameter.position,
-                f"{function.name}: '{parameter.type} {parameter.name}' is neither a pointer or reference to a buffer "
-                "nor a built-in such as [[thread_position_in_grid]]",
+                f"{function.name}: '{parameter.type} {parameter.name}' is neither a pointer or reference to "
+                "a buffer nor a built-in such as [[thread_position_in_grid]]",
             )
             function.call.append("0")
     _check_table(source, function)
@@ -229,12 +233,16 @@ def _argument_table(source: Source, function: Function) -> None:
 def _buffer(source: Source, function: Function, parameter: Parameter, free: dict[str, int]) -> None:
     kind = re.sub(r"(?<=\*)\s*(const|restrict|__restrict)\s*$", "", parameter.type)
     pointee = kind[:-1].rstrip()
-    space = next((word for word in ("threadgroup", "device", "constant") if re.search(rf"\b{word}\b", kind)), None)
+    space = next(
+        (word for word in ("threadgroup", "device", "constant") if re.search(rf"\b{word}\b", kind)), None
+    )
     table = "threadgroup" if space == "threadgroup" else "buffer"
     written = parameter.attributes.get(table)
     index = free[table]
     if space is None:
-        message = f"'{kind} {parameter.name}' points to no address space; write device, constant or threadgroup"
+        message = (
+            f"'{kind} {parameter.name}' points to no address space; write device, constant or threadgroup"
+        )
         source.report(parameter.position, f"{function.name}: {message}")
     if written is not None:
         try:
@@ -274,12 +282,17 @@ def _function_constants(source: Source, found: Kernels) -> None:
         if source.text(position) != "constant":
             continue
         stop = position + 1
-        while source.text(stop) not in (";", "=", "(", ")", "{", "") and source.words(stop, stop + 2) != ["[", "["]:
+        while source.text(stop) not in (";", "=", "(", ")", "{", "") and source.words(stop, stop + 2) != [
+            "[",
+            "[",
+        ]:
             stop += 1
         attributes, end = source.attributes(stop)
         if "function_constant" not in attributes or source.text(end) != ";":
             continue
-        kind = " ".join(word for word in source.words(position + 1, stop - 1) if word not in ("constexpr", "const"))
+        kind = " ".join(
+            word for word in source.words(position + 1, stop - 1) if word not in ("constexpr", "const")
+        )
         name = source.text(stop - 1)
         try:
             index = int(attributes["function_constant"], 0)
@@ -296,7 +309,7 @@ def _function_constants(source: Source, found: Kernels) -> None:
 
 
 def _derived_constants(source: Source, variables: set[str]) -> None:
-    """`constant bool x = count > 4;` of a function constant is known at the launch only: it becomes a function."""
+    """`constant bool x = count > 4;` of a function constant is known at the launch: it becomes a function."""
     derived: set[str] = set()
     for position in range(len(source)):
         if source.text(position) in derived:
@@ -342,10 +355,9 @@ def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
         if called.template and instance.template_arguments is None:
             continue  # reported where it was found
         arguments = f"<{instance.template_arguments}>" if called.template else ""
+        call = f"msl_call_{called.name}{arguments}"
         lines.append(f'# {instance.where[1]} "{instance.where[0]}"')
-        lines.append(
-            f'extern "C" void {prefix}{number}(msl_thread_context c) {{ msl_call_{called.name}{arguments}(c); }}'
-        )
+        lines.append(f'extern "C" void {prefix}{number}(msl_thread_context c) {{ {call}(c); }}')
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)(.*)$")
 
 
 def lay_beside(library: Path, output: Path) -> None:
-    """Write `address line file` for every call of the sanitizer, by return address; runtime/lines.cpp reads it."""
+    """Write `address line file` for every call of the sanitizer, by return address, for runtime/lines.cpp."""
     listing = clang.checked(["llvm-objdump-22", "-d", "--no-show-raw-insn", library])
     returns, called = [], False
     for line in listing.splitlines():

@@ -14,6 +14,7 @@ DECLARATION = re.compile(r"(?:FunctionDecl|CXXMethodDecl) (0x\w+).*? ([\w~]+|ope
 REFERENCE = re.compile(r"DeclRefExpr .*? (?:Function|CXXMethod) (0x\w+) '(\w+)'")
 MEMBER = re.compile(r"MemberExpr .*? (?:->|\.)(\w+) (0x\w+)$")
 SPACE = re.compile(r"__(global|local)\b")
+NO_SPACE = "a pointer or reference without an address space is `thread`, and cannot hold a {space} address"
 # Statement or declaration in the tree: what to say.
 FORBIDDEN = {
     "GotoStmt": "Metal has no goto",
@@ -49,14 +50,19 @@ class Tree:
     """Reads clang's -ast-dump line by line, and keeps the problems found."""
 
     def __init__(self) -> None:
+        """Begin with nothing read."""
         self.problems: list[Problem] = []
         self._functions: dict[str, _Function] = {}
         self._function: _Function | None = None
+        self._function_depth = 0
         self._stack: list[tuple[int, str]] = []  # depth and text of the nodes above
-        self._conversion: tuple[bool, bool, Problem | None] | None = None  # is it a reference, a copy; what to say
+        self._conversion: tuple[bool, bool, Problem | None] | None = (
+            None  # is it a reference, a copy; what to say
+        )
         self._file, self._line = "", 0
 
     def read(self, lines: Iterable[str]) -> list[Problem]:
+        """Read the whole tree, and give what is wrong with it."""
         for line in lines:
             self._node(line.rstrip())
         self._threadgroup_variables()
@@ -80,7 +86,7 @@ class Tree:
         self._address_spaces(text, parent)
         if self._is_users:
             self._statement(text)
-        self._calls(text)
+        self._calls(text, depth)
 
     def _say(self, message: str) -> None:
         self.problems.append(Problem(self._file, self._line, message))
@@ -89,12 +95,14 @@ class Tree:
         kind = text.split(" ", 1)[0]
         if kind in FORBIDDEN:
             self._say(FORBIDDEN[kind])
-        implicit = kind == "ImplicitCastExpr" and "<FloatingCast>" in text and "part_of_explicit_cast" not in text
+        implicit = (
+            kind == "ImplicitCastExpr" and "<FloatingCast>" in text and "part_of_explicit_cast" not in text
+        )
         if implicit and re.search(r"'(?:[\w:]+'(?::'__bf16)|__bf16)'", text):
             self._say("Metal does not convert to bfloat implicitly: write bfloat(x)")
 
     def _address_spaces(self, text: str, parent: str) -> None:
-        """Find a device or threadgroup address that goes into a pointer of clang's generic space, which Metal lacks."""
+        """Find a device or threadgroup address that goes into clang's generic space, which Metal lacks."""
         if self._conversion:
             is_reference, is_copy, problem = self._conversion
             self._conversion = None
@@ -106,15 +114,19 @@ class Tree:
         if "<AddressSpaceConversion>" in text and "__generic" in text:
             kind = re.search(r"'([^']*)'", text)
             is_copy = kind is not None and "*" not in kind[1] and parent.startswith(OWN_CONVERSIONS)
-            message = "a pointer or reference without an address space is `thread`, and cannot hold a {space} address"
-            problem = Problem(self._file, self._line, message) if self._is_users else None
+            problem = Problem(self._file, self._line, NO_SPACE) if self._is_users else None
             self._conversion = (" lvalue " in text, is_copy, problem)
 
-    def _calls(self, text: str) -> None:
+    def _calls(self, text: str, depth: int) -> None:
+        if depth <= self._function_depth:
+            self._function = None
         declared = DECLARATION.match(text)
-        if declared:
+        if (
+            declared and self._function is None
+        ):  # what lies in a function, such as a lambda, counts as the function
             address, name = declared.groups()
             self._function = self._functions.setdefault(address, _Function(name, self._file, self._line))
+            self._function_depth = depth
             return
         if self._function is None:
             return
@@ -138,7 +150,9 @@ class Tree:
         """Follow the calls depth first, without recursion of our own."""
         done: set[str] = set()
         for start in self._functions:
-            path: list[tuple[str, list[str]]] = [(start, sorted(self._functions[start].calls))] if start not in done else []
+            path: list[tuple[str, list[str]]] = (
+                [(start, sorted(self._functions[start].calls))] if start not in done else []
+            )
             open_now = {start}
             while path:
                 address, calls = path[-1]
@@ -150,7 +164,13 @@ class Tree:
                 called = calls.pop()
                 if called in open_now and not LANGUAGE.search(self._functions[called].file):
                     function = self._functions[called]
-                    self.problems.append(Problem(function.file, function.line, f"Metal has no recursion: {function.name} calls itself"))
+                    self.problems.append(
+                        Problem(
+                            function.file,
+                            function.line,
+                            f"Metal has no recursion: {function.name} calls itself",
+                        )
+                    )
                 elif called in self._functions and called not in done and called not in open_now:
                     open_now.add(called)
                     path.append((called, sorted(self._functions[called].calls)))
@@ -163,7 +183,9 @@ def threadgroup_memory(code: str, kernels: Kernels, fallback: str) -> list[Probl
     for line in code.splitlines():
         begin = re.match(r'define .*?@"?([\w.$]+)"?\(', line)
         function = begin.group(1) if begin else function
-        variable = re.search(r"@msl_threadgroup_memory\(i64 noundef (\d+), i32 noundef \d+, i32 noundef (\d+)\)", line)
+        variable = re.search(
+            r"@msl_threadgroup_memory\(i64 noundef (\d+), i32 noundef \d+, i32 noundef (\d+)\)", line
+        )
         if variable:
             sizes.setdefault(function, {})[int(variable.group(2))] = int(variable.group(1))
     problems = []
@@ -171,8 +193,8 @@ def threadgroup_memory(code: str, kernels: Kernels, fallback: str) -> list[Probl
         total = sum(variables.values())
         plain = re.match(r"_Z(\d+)", mangled)
         name = mangled[plain.end() : plain.end() + int(plain.group(1))] if plain else mangled
-        file, line = kernels.functions[name].where if name in kernels.functions else (fallback, 1)
+        file, at = kernels.functions[name].where if name in kernels.functions else (fallback, 1)
         if total > THREADGROUP_LIMIT:
             message = f"{name} has {total} bytes of threadgroup memory; the limit is {THREADGROUP_LIMIT}"
-            problems.append(Problem(file, line, message))
+            problems.append(Problem(file, at, message))
     return problems

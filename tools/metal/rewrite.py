@@ -1,27 +1,70 @@
-"""Turns Metal's syntax into what clang's "C++ for OpenCL" front end reads, token by token; kernels are in kernels.py.
+"""Turns Metal's syntax into what clang's "C++ for OpenCL" front end reads; kernels are in kernels.py.
 
-Only syntax that the front end lacks is touched: address spaces, types and overloads stay as written, so that it
-judges them. Lines keep their numbers.
+Only syntax that the front end lacks is touched: address spaces, types and overloads stay as written, so that
+it judges them. Lines keep their numbers.
 """
 
 import re
 
 from tools.metal.tokens import OPENING, Source
 
-SCALARS = "bool char uchar short ushort int uint long ulong half float bfloat".split()
+SCALARS = [
+    "bool",
+    "char",
+    "uchar",
+    "short",
+    "ushort",
+    "int",
+    "uint",
+    "long",
+    "ulong",
+    "half",
+    "float",
+    "bfloat",
+]
 VECTORS = {f"{scalar}{count}" for scalar in SCALARS for count in (2, 3, 4)}
 SPACES = ("thread", "device", "threadgroup", "constant")
 # Attributes that are not Metal's and may stay: C++'s own and clang's.
-PLAIN_ATTRIBUTES = {"maybe_unused", "unused", "fallthrough", "nodiscard", "clang", "gnu", "unroll", "likely", "unlikely"}
-METAL_ATTRIBUTES = set(
-    """kernel host_name buffer threadgroup function_constant max_total_threads_per_threadgroup id
-    thread_position_in_grid threads_per_grid threadgroup_position_in_grid threadgroups_per_grid
-    thread_position_in_threadgroup threads_per_threadgroup dispatch_threads_per_threadgroup
-    thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
-    simdgroups_per_threadgroup dispatch_simdgroups_per_threadgroup threads_per_simdgroup thread_execution_width
-    thread_index_in_quadgroup quadgroup_index_in_threadgroup quadgroups_per_threadgroup
-    required_threads_per_threadgroup visible stitchable""".split()
-)
+PLAIN_ATTRIBUTES = {
+    "maybe_unused",
+    "unused",
+    "fallthrough",
+    "nodiscard",
+    "clang",
+    "gnu",
+    "unroll",
+    "likely",
+    "unlikely",
+}
+METAL_ATTRIBUTES = {
+    "kernel",
+    "host_name",
+    "buffer",
+    "threadgroup",
+    "function_constant",
+    "max_total_threads_per_threadgroup",
+    "id",
+    "thread_position_in_grid",
+    "threads_per_grid",
+    "threadgroup_position_in_grid",
+    "threadgroups_per_grid",
+    "thread_position_in_threadgroup",
+    "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "dispatch_simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+    "thread_execution_width",
+    "thread_index_in_quadgroup",
+    "quadgroup_index_in_threadgroup",
+    "quadgroups_per_threadgroup",
+    "required_threads_per_threadgroup",
+    "visible",
+    "stitchable",
+}
 FLOAT_LITERAL = re.compile(r"(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?")
 BFLOAT_LITERAL = re.compile(r"([0-9.]+(?:[eE][+-]?\d+)?)[bB][fF]")
 
@@ -54,9 +97,9 @@ def aliases(source: Source) -> set[str]:
     found = set()
     for position in range(len(source)):
         text = source.text(position)
-        if text in ("typename", "class") and source.text(position + 2) in (",", ">", "="):
-            found.add(source.text(position + 1))
-        elif text == "using" and source.text(position + 2) == "=":
+        if (text in ("typename", "class") and source.text(position + 2) in (",", ">", "=")) or (
+            text == "using" and source.text(position + 2) == "="
+        ):
             found.add(source.text(position + 1))
         elif text == "typedef":
             end = source.skip_to(position, ";")
@@ -82,7 +125,7 @@ def attributes(source: Source) -> None:
 
 
 def structs(source: Source) -> None:
-    """Declare the copies that Metal makes implicitly, and say that plain member functions run on thread objects."""
+    """Declare the copies that Metal makes by itself, and that plain methods run on thread objects."""
     for position in range(len(source)):
         if source.text(position) not in ("struct", "union", "class"):
             continue
@@ -109,7 +152,9 @@ def _struct_body(source: Source, position: int, name: str, opening: int) -> None
     constructors = [
         i
         for i in range(len(body) - 1)
-        if body[i] == name and body[i + 1] == "(" and (i == 0 or body[i - 1] not in ("~", "::", "new", "return"))
+        if body[i] == name
+        and body[i + 1] == "("
+        and (i == 0 or body[i - 1] not in ("~", "::", "new", "return"))
     ]
     copies = any(name in body[i + 2 : i + 8] and "&" in body[i + 2 : i + 9] for i in constructors)
     assigns = any(body[i] == "operator" and body[i + 1] == "=" for i in range(len(body) - 1))
@@ -132,7 +177,11 @@ def _method_spaces(source: Source, name: str, opening: int, closing: int) -> Non
         if text == "(":
             end = source.close(position)
             begin = position - 1
-            while begin > opening and source.text(begin) not in (";", "}", "{") and not _is_access(source, begin):
+            while (
+                begin > opening
+                and source.text(begin) not in (";", "}", "{")
+                and not _is_access(source, begin)
+            ):
                 begin -= 1
             head = source.words(begin + 1, position)
             if source.text(position - 1) == name and source.text(end + 1) in SPACES:
@@ -142,7 +191,12 @@ def _method_spaces(source: Source, name: str, opening: int, closing: int) -> Non
             named = named and source.text(position - 1) not in skipped
             operator = "operator" in head
             fixed = any(word in ("static", "friend", "using", "typedef", "static_assert") for word in head)
-            fixed = fixed or ("=" in head and not operator) or source.text(position - 1) == name or "~" in head[-2:]
+            fixed = (
+                fixed
+                or ("=" in head and not operator)
+                or source.text(position - 1) == name
+                or "~" in head[-2:]
+            )
             if named and not fixed and len(head) > 1:
                 last = end + 1 if source.text(end + 1) == "const" else end
                 if source.text(last + 1) in ("{", ";", "->", "=", "noexcept", "__attribute__", "["):
@@ -172,9 +226,9 @@ def constant_thread_references(source: Source) -> None:
     """`const thread uint&` binds to a value of any space in Metal; a plain reference does here."""
     for position in range(len(source) - 3):
         pair = source.words(position, position + 2)
-        if sorted(pair) == ["const", "thread"] and source.text(position + 2) in SCALARS:
-            if source.text(position + 3) == "&":
-                source.put(position + pair.index("thread"), "")
+        referred = source.text(position + 2) in SCALARS and source.text(position + 3) == "&"
+        if sorted(pair) == ["const", "thread"] and referred:
+            source.put(position + pair.index("thread"), "")
 
 
 def static_casts(source: Source) -> None:
@@ -206,7 +260,7 @@ def braced_arguments(source: Source) -> None:
 
 
 def matmul_descriptors(source: Source) -> None:
-    """matmul2d<descriptor, ...> takes an object as template argument, which C++17 does not have: give its members."""
+    """matmul2d<descriptor, ...> takes an object as template argument, as C++17 cannot: give its members."""
     members = ("m", "n", "k", "transpose_left", "transpose_right", "relaxed_precision")
     for position in range(len(source) - 2):
         if source.text(position) == "matmul2d" and source.text(position + 1) == "<":
@@ -218,10 +272,16 @@ def matmul_descriptors(source: Source) -> None:
 
 
 def threadgroup_variables(source: Source) -> None:
-    """A threadgroup variable becomes a reference into the group's memory; a number per declaration finds it again."""
+    """A threadgroup variable becomes a reference into the group's memory, found by its own number."""
     count, position = 0, 0
     while position < len(source):
-        if source.text(position) == "threadgroup" and _previous_mark(source, position) in (";", "{", "}", ")", ":"):
+        if source.text(position) == "threadgroup" and _previous_mark(source, position) in (
+            ";",
+            "{",
+            "}",
+            ")",
+            ":",
+        ):
             end = source.skip_to(position, ";", "{", "=")
             if source.text(end) == "=" and source.text(end + 1) == "{":
                 source.blank(end, source.close(end + 1) + 1)
@@ -271,7 +331,7 @@ def _threadgroup_declarators(source: Source, begin: int, end: int, count: int) -
 
 
 def direct_initialisers(source: Source) -> None:
-    """float4 v(a, b);  ->  float4 v = make<float4>(a, b);"""  # noqa: D400, D403
+    """float4 v(a, b);  ->  float4 v = make<float4>(a, b);"""
     position = 0
     while position < len(source):
         last = _vector_type_end(source, position)
@@ -281,7 +341,8 @@ def direct_initialisers(source: Source) -> None:
             arguments = source.split(last + 3, end)
             is_parameter = {*VECTORS, *SCALARS, *SPACES, "const"}
             values = all(
-                source.text(begin) not in is_parameter or source.text(begin + 1) == "(" for begin, _ in arguments
+                source.text(begin) not in is_parameter or source.text(begin + 1) == "("
+                for begin, _ in arguments
             )
             if source.text(end + 1) == ";" and arguments and values:
                 kind = source.between(position, last + 1)
@@ -300,10 +361,14 @@ def _vector_type_end(source: Source, position: int) -> int:
 
 
 def short_initialisers(source: Source, type_names: set[str]) -> None:
-    """float4 v = {x};  ->  the missing components are zero."""  # noqa: D400, D403
+    """float4 v = {x};  ->  the missing components are zero."""
     for position in range(len(source) - 4):
         kind = source.text(position)
-        if kind not in VECTORS or not source.is_name(position + 1) or source.words(position + 2, position + 4) != ["=", "{"]:
+        if (
+            kind not in VECTORS
+            or not source.is_name(position + 1)
+            or source.words(position + 2, position + 4) != ["=", "{"]
+        ):
             continue
         end = source.close(position + 3)
         if source.text(end + 1) in (";", ",") and len(source.split(position + 4, end)) < int(kind[-1]):
@@ -337,7 +402,20 @@ def _is_declarator(source: Source, last: int) -> bool:
 def _is_expression(source: Source, begin: int, before: str) -> bool:
     if before in ("*", "&"):
         return _is_binary(source, begin - 1)
-    if before in (">", "::", "new", "~", "operator", "decltype", ".", "->", "typename", "struct", "sizeof", "alignof"):
+    if before in (
+        ">",
+        "::",
+        "new",
+        "~",
+        "operator",
+        "decltype",
+        ".",
+        "->",
+        "typename",
+        "struct",
+        "sizeof",
+        "alignof",
+    ):
         return False
     return not (source.is_name(begin - 1) and before not in ("return", "else", "case"))
 
@@ -346,8 +424,10 @@ def _is_binary(source: Source, position: int) -> bool:
     """Tell whether * or & here multiplies or masks, rather than making a pointer or a reference type."""
     before = source.text(position - 1)
     words = {*VECTORS, *SCALARS, *SPACES, "return", "const", "auto", "void"}
-    return before in (")", "]") or source.kind(position - 1) == "number" or (
-        source.is_name(position - 1) and before not in words
+    return (
+        before in (")", "]")
+        or source.kind(position - 1) == "number"
+        or (source.is_name(position - 1) and before not in words)
     )
 
 

@@ -8,8 +8,8 @@
 //     ... result->findings, result->traffic ...
 //     library.release(result);
 //
-// Plain structs and pointers only: library and program may come from different compilers. Whatever a Library or a
-// Result points to lives as long as it does. One library runs one dispatch at a time; others wait.
+// Plain structs and pointers only: library and program may come from different compilers. Whatever a Library
+// or a Result points to lives as long as it does. One library runs one dispatch at a time; others wait.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +49,11 @@ struct FunctionConstant {
     bool* defined;
 };
 
-// Bytes [data, data + bytes) are buffer `index`; an access outside is a finding. For data that a dispatch declares to
-// read and to write, `writes` says so: 0 read only (a write is a finding), 1 as the kernel's argument says.
-// An index of kBuffers or more has no argument: it is memory whose address the kernel finds in another buffer (a page
-// table), declared so that an instrumented library knows it. Each such binding has an index of its own.
+// Bytes [data, data + bytes) are buffer `index`; an access outside is a finding. For data that a dispatch
+// declares to read and to write, `writes` says so: 0 read only (a write is a finding), 1 as the kernel's
+// argument says. An index of kBuffers or more has no argument: it is memory whose address the kernel finds in
+// another buffer (a page table), declared so that an instrumented library knows it. Each such binding has an
+// index of its own.
 struct Binding {
     uint32_t index;
     uint32_t writes = 1;
@@ -65,14 +66,19 @@ struct ConstantValue {
     const void* value;  // of the constant's type
 };
 
-enum class Order : uint32_t { kForward, kReverse, kRandom };  // in which lanes and SIMD-groups run between meetings
+enum class Order : uint32_t {
+    kForward,
+    kReverse,
+    kRandom
+};  // in which lanes and SIMD-groups run between meetings
 
 struct Launch {
     uint32_t kernel = 0;  // in Library::kernels
     uint32_t groups[3] = {1, 1, 1};
-    uint32_t threads[3] = {1, 1, 1};       // of a group
-    uint32_t grid[3] = {0, 0, 0};          // threads in all, when the groups at the edge are smaller; 0: whole groups
-    const uint32_t* indirect = nullptr;    // three group counts in device memory, read at the dispatch, in place of `groups`
+    uint32_t threads[3] = {1, 1, 1};  // of a group
+    uint32_t grid[3] = {0, 0, 0};  // threads in all, when the groups at the edge are smaller; 0: whole groups
+    const uint32_t* indirect =
+        nullptr;  // three group counts in device memory, read at the dispatch, in place of `groups`
     const Binding* bindings = nullptr;
     uint32_t binding_count = 0;
     const ConstantValue* constants = nullptr;  // what is not given is undefined, and 0
@@ -133,12 +139,12 @@ struct Result {
     const Traffic* traffic;
     const Range* ranges;
     uint32_t range_count;
-    uint32_t threadgroup_bytes;        // the most that a group held
+    uint32_t threadgroup_bytes;  // the most that a group held
     uint64_t threadgroup_read, threadgroup_written;
     uint64_t threads, groups;
-    uint64_t switches;    // from one lane to another
-    uint64_t barriers;    // of threadgroups
-    uint64_t meetings;    // of SIMD-groups
+    uint64_t switches;  // from one lane to another
+    uint64_t barriers;  // of threadgroups
+    uint64_t meetings;  // of SIMD-groups
     double seconds;
 };
 
@@ -152,8 +158,9 @@ struct Library {
     Result* (*dispatch)(const Launch* launch);
     void (*release)(Result* result);
 
-    // Memory of which an instrumented library knows every byte that has been written. `defined`: all of it, now.
-    // Writes of kernels define by themselves; the host says what it writes. Overlapping memory is one memory.
+    // Memory of which an instrumented library knows every byte that has been written. `defined`: all of it,
+    // now. Writes of kernels define by themselves; the host says what it writes. Overlapping memory is one
+    // memory.
     void (*track)(const void* data, uint64_t bytes, uint32_t defined);
     void (*define)(const void* data, uint64_t bytes);
     void (*forget)(const void* data);

@@ -1,4 +1,4 @@
-"""Runs the kernels of a compiled library on NumPy arrays: what tests and experiments use. The structs are runtime.h's."""
+"""Runs the kernels of a compiled library on NumPy arrays. The structs are runtime.h's."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,18 @@ FAULTS = (
     "matrix",
     "memory",
 )
+COUNTS = (
+    *("threadgroup_bytes", "threadgroup_read", "threadgroup_written", "threads", "groups"),
+    *("switches", "barriers", "meetings", "seconds"),
+)
 ORDERS = ("forward", "reverse", "random")
-CONSTANT_TYPES = {"half": np.float16, "float": np.float32, "uint": np.uint32, "int": np.int32, "bool": np.bool_} | {
+CONSTANT_TYPES = {
+    "half": np.float16,
+    "float": np.float32,
+    "uint": np.uint32,
+    "int": np.int32,
+    "bool": np.bool_,
+} | {
     "ushort": np.uint16,
     "short": np.int16,
     "uchar": np.uint8,
@@ -38,7 +48,12 @@ def _struct(struct: str, /, **fields: Any) -> type[ctypes.Structure]:
 
 _Argument = _struct("_Argument", name=text, space=u32, index=u32, writable=u32, atomic=u32, optional=u32)
 _Kernel = _struct(
-    "_Kernel", name=text, arguments=ctypes.POINTER(_Argument), argument_count=u32, max_threads=u32, entry=pointer
+    "_Kernel",
+    name=text,
+    arguments=ctypes.POINTER(_Argument),
+    argument_count=u32,
+    max_threads=u32,
+    entry=pointer,
 )
 _Constant = _struct("_Constant", name=text, type=text, index=u32, bytes=u32, value=pointer, defined=pointer)
 _Binding = _struct("_Binding", index=u32, writes=u32, data=pointer, bytes=u64)
@@ -61,7 +76,15 @@ _Launch = _struct(
     workers=u32,
 )
 _Finding = _struct(
-    "_Finding", fault=u32, buffer=ctypes.c_int32, offset=u64, kernel=text, file=text, line=u32, count=u32, message=text
+    "_Finding",
+    fault=u32,
+    buffer=ctypes.c_int32,
+    offset=u64,
+    kernel=text,
+    file=text,
+    line=u32,
+    count=u32,
+    message=text,
 )
 _Traffic = _struct(
     "_Traffic",
@@ -81,7 +104,8 @@ _Result = _struct(
     range_count=u32,
     threadgroup_bytes=u32,
     **dict.fromkeys(
-        ("threadgroup_read", "threadgroup_written", "threads", "groups", "switches", "barriers", "meetings"), u64
+        ("threadgroup_read", "threadgroup_written", "threads", "groups", "switches", "barriers", "meetings"),
+        u64,
     ),
     seconds=ctypes.c_double,
 )
@@ -157,6 +181,7 @@ class Library:
     """A compiled library; kernels by name."""
 
     def __init__(self, path: Path) -> None:
+        """Load a library that compile() made."""
         self._file = ctypes.CDLL(str(path))
         self._file.lily_metal_library.restype = ctypes.POINTER(_Library)
         self._library: Any = self._file.lily_metal_library().contents
@@ -201,26 +226,26 @@ class Library:
     ) -> Run:
         """Dispatch a kernel and wait for it.
 
-        buffers: by index; contiguous arrays, written in place. groups, threads, grid: up to three numbers each.
-        constants: function constants by name. threadgroup: bytes of [[threadgroup(n)]]. read_only: buffers that
-        this dispatch declares not to write. Raises SimulatorError for findings unless check is off.
+        buffers: by index; contiguous arrays, written in place. groups, threads, grid: up to 3 numbers.
+        constants: function constants by name. threadgroup: bytes of [[threadgroup(n)]]. read_only: buffers
+        that this dispatch declares not to write. Raises SimulatorError for findings unless check is off.
         """
         launch: Any = _Launch()
         launch.kernel = self.kernels[kernel].number
-        for values, target in ((groups, launch.groups), (threads, launch.threads), (grid, launch.grid)):
-            padded = [*values, *[0 if target is launch.grid else 1] * (3 - len(values))]
+        for counts, target in ((groups, launch.groups), (threads, launch.threads), (grid, launch.grid)):
+            padded = [*counts, *[0 if target is launch.grid else 1] * (3 - len(counts))]
             for i, value in enumerate(padded):
                 target[i] = value
         for array in buffers.values():
             assert array.flags.c_contiguous, "the simulator writes in place, so arrays must be contiguous"
-        bindings = [(i, int(i not in read_only), a.ctypes.data, a.nbytes) for i, a in buffers.items()]
+        bindings = [_Binding(i, int(i not in read_only), a.ctypes.data, a.nbytes) for i, a in buffers.items()]
         launch.bindings = (_Binding * len(bindings))(*bindings)
         launch.binding_count = len(bindings)
-        held = [(self.constants[name], value) for name, value in (constants or {}).items()]
-        values = [np.array([value], CONSTANT_TYPES[kind]) for (_, kind), value in held]
-        pairs = [(index, value.ctypes.data) for ((index, _), _), value in zip(held, values, strict=True)]
-        launch.constants = (_Value * len(pairs))(*pairs)
-        launch.constant_count = len(pairs)
+        held = [(*self.constants[name], value) for name, value in (constants or {}).items()]
+        kept: list[np.ndarray] = [np.array([value], CONSTANT_TYPES[kind]) for _, kind, value in held]
+        given = [_Value(index, value.ctypes.data) for (index, _, _), value in zip(held, kept, strict=True)]
+        launch.constants = (_Value * len(given))(*given)
+        launch.constant_count = len(given)
         launch.threadgroup_bytes = (u32 * len(threadgroup))(*threadgroup)
         launch.threadgroup_count = len(threadgroup)
         if indirect is not None:
@@ -252,12 +277,12 @@ def _read(result: Any) -> Run:
     ]
     names = Traffic.__dataclass_fields__
     traffic = {
-        t.buffer: Traffic(**{name: getattr(t, name) for name in names}) for t in result.traffic[: result.traffic_count]
+        t.buffer: Traffic(**{name: getattr(t, name) for name in names})
+        for t in result.traffic[: result.traffic_count]
     }
     run = Run(findings, traffic)
     for touched in result.ranges[: result.range_count]:
         side = run.written if touched.written else run.read
         side.setdefault(touched.buffer, []).append((touched.begin, touched.end))
-    counted = "threadgroup_bytes threadgroup_read threadgroup_written threads groups switches barriers meetings seconds"
-    run.counts = {name: getattr(result, name) for name in counted.split()}
+    run.counts = {name: getattr(result, name) for name in COUNTS}
     return run

@@ -1,4 +1,4 @@
-"""A preprocessed Metal source as tokens: matching brackets, template lists, attributes, and where a token stands."""
+"""A preprocessed Metal source as tokens: matching brackets, template lists, attributes, places."""
 
 import re
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ class Problem:
     is_error: bool = True
 
     def __str__(self) -> str:
+        """Write it as a compiler would."""
         kind = "error" if self.is_error else "warning"
         return f"{self.file}:{self.line}: {kind}: {self.message}"
 
 
 @dataclass
 class Token:
-    """A piece of source; an edited token may hold several, until Source.index() takes the text apart again."""
+    """A piece of source; an edited one may hold several, until Source.index() takes the text apart again."""
 
     kind: str
     text: str
@@ -40,6 +41,7 @@ class Source:
     """The tokens of one translation unit. Positions count the significant ones: no space, no line marker."""
 
     def __init__(self, text: str) -> None:
+        """Take a text apart."""
         self.problems: list[Problem] = []
         self.tokens: list[Token] = []
         self._take_apart(text)
@@ -60,9 +62,11 @@ class Source:
         self._take_apart(str(self))
 
     def __str__(self) -> str:
+        """Give the text, as edited."""
         return "".join(token.text for token in self.tokens)
 
     def __len__(self) -> int:
+        """Count the significant tokens."""
         return len(self.significant)
 
     def text(self, position: int) -> str:
@@ -70,9 +74,11 @@ class Source:
         return self.tokens[self.significant[position]].text if 0 <= position < len(self) else ""
 
     def kind(self, position: int) -> str:
+        """Give a token's kind: a group of TOKEN."""
         return self.tokens[self.significant[position]].kind if 0 <= position < len(self) else ""
 
     def is_name(self, position: int) -> bool:
+        """Tell whether a token is an identifier or a keyword."""
         return self.kind(position) == "name"
 
     def adjacent(self, position: int) -> bool:
@@ -88,9 +94,11 @@ class Source:
         return "".join(" " if token.kind in ("line", "space") else token.text for token in tokens)
 
     def words(self, begin: int, end: int) -> list[str]:
+        """Give the texts of positions [begin, end)."""
         return [self.text(position) for position in range(begin, end)]
 
     def put(self, position: int, text: str) -> None:
+        """Write another text in a token's place."""
         self.tokens[self.significant[position]].text = text
 
     def blank(self, begin: int, end: int) -> None:
@@ -99,6 +107,7 @@ class Source:
             self.put(position, "")
 
     def replace(self, begin: int, end: int, text: str) -> None:
+        """Write a text in the place of positions [begin, end)."""
         self.blank(begin, end)
         self.put(begin, text)
 
@@ -110,7 +119,7 @@ class Source:
         return self._closer[position]
 
     def close_angle(self, position: int) -> int:
-        """Give the position of the > that closes the template list opened here, or -1 if it is a comparison."""
+        """Give the position of the > that closes the template list opened here; -1 if it is a comparison."""
         depth = 0
         while position < len(self):
             text = self.text(position)
@@ -128,7 +137,7 @@ class Source:
         return -1
 
     def skip_to(self, position: int, *stops: str) -> int:
-        """Give the first position at or after this one that holds a stop, outside brackets opened on the way."""
+        """Give the first position from here on that holds a stop, outside brackets opened on the way."""
         while position < len(self) and self.text(position) not in stops:
             position = self.close(position) + 1 if self.text(position) in OPENING else position + 1
         return position
@@ -173,4 +182,5 @@ class Source:
         return file, line
 
     def report(self, position: int, message: str) -> None:
+        """Note a fault at a token."""
         self.problems.append(Problem(*self.where(position), message))

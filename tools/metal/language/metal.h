@@ -1,5 +1,6 @@
 // The whole of Metal's language and library, in the order in which the parts need each other.
 #pragma once
+// clang-format off
 #include "types.h"
 #include "../runtime/context.h"
 #include "runtime.h"

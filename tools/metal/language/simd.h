@@ -1,6 +1,6 @@
-// Barriers, and what the lanes of a SIMD-group do together: each is one meeting of the 32 lanes in the runtime.
-// Metal lets a part of the lanes do these; here all lanes that have not returned must come, so that a kernel does not
-// depend on how a compiler reconverges lanes.
+// Barriers, and what the lanes of a SIMD-group do together: each is one meeting of the 32 lanes in the
+// runtime. Metal lets a part of the lanes do these; here all lanes that have not returned must come, so that
+// a kernel does not depend on how a compiler reconverges lanes.
 #pragma once
 
 namespace metal {
@@ -17,7 +17,9 @@ enum class mem_flags {
     mem_threadgroup_imageblock = 8,
     mem_object_data = 16
 };
-MSL_FN constexpr mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
+MSL_FN constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+    return (mem_flags)((int)a | (int)b);
+}
 enum memory_order { memory_order_relaxed = 0, memory_order_acq_rel = 4, memory_order_seq_cst = 5 };
 enum thread_scope {
     thread_scope_thread = 0,
@@ -26,8 +28,12 @@ enum thread_scope {
     thread_scope_simdgroup = 4
 };
 
-MSL_FN void threadgroup_barrier(mem_flags flags, MSL_SITE) { msl_runtime_barrier((uint)flags, site); }
-MSL_FN void simdgroup_barrier(mem_flags flags, MSL_SITE) { msl_runtime_simd_barrier((uint)flags, site); }
+MSL_FN void threadgroup_barrier(mem_flags flags, MSL_SITE) {
+    msl_runtime_barrier((uint)flags, site);
+}
+MSL_FN void simdgroup_barrier(mem_flags flags, MSL_SITE) {
+    msl_runtime_simd_barrier((uint)flags, site);
+}
 MSL_FN void atomic_thread_fence(mem_flags flags, memory_order, thread_scope scope = thread_scope_device) {
     msl_runtime_fence((uint)flags, (uint)scope);
 }
@@ -38,7 +44,9 @@ MSL_FN constexpr void msl_check_simd() {
     static_assert(is_arithmetic_v<E> && !is_same_v<E, bfloat> && !is_same_v<E, bool> && sizeof(E) <= 4,
                   "SIMD-group functions take float, half and integers of up to 32 bits, and vectors of them");
 }
-MSL_FN uint msl_own_lane() { return msl_current_thread()->lane; }
+MSL_FN uint msl_own_lane() {
+    return msl_current_thread()->lane;
+}
 
 // A rendezvous after which every lane may read any lane's value.
 template <class T>
@@ -90,7 +98,8 @@ MSL_FN T simd_shuffle_rotate_up(T value, ushort delta, MSL_SITE) {
 template <class T>
 MSL_FN T simd_shuffle_and_fill_up(T value, T fill, ushort delta, MSL_SITE) {
     const uint lane = msl_own_lane();
-    const T moved = msl_exchange(value, site)[lane + 32 - delta], filled = msl_exchange(fill, site)[lane + 32 - delta];
+    const T moved = msl_exchange(value, site)[lane + 32 - delta],
+            filled = msl_exchange(fill, site)[lane + 32 - delta];
     return lane >= delta ? moved : filled;
 }
 template <class T>
@@ -110,25 +119,29 @@ MSL_FN T msl_combine(T value, uint site) {
     wide from[4], to[4];
     if constexpr (is_vector_v<T>)
         for (int i = 0; i < msl_shape<T>::count; ++i) from[i] = (wide)value[i];
-    else from[0] = (wide)value;
-    if constexpr (scan) msl_runtime_scan(from, to, type, msl_shape<T>::count, operation, site);
-    else msl_runtime_reduce(from, to, type, msl_shape<T>::count, operation, site);
+    else
+        from[0] = (wide)value;
+    if constexpr (scan)
+        msl_runtime_scan(from, to, type, msl_shape<T>::count, operation, site);
+    else
+        msl_runtime_reduce(from, to, type, msl_shape<T>::count, operation, site);
     if constexpr (is_vector_v<T>) {
         T r;
         for (int i = 0; i < msl_shape<T>::count; ++i) r[i] = (E)to[i];
         return r;
-    } else return (T)to[0];
+    } else
+        return (T)to[0];
 }
-#define MSL_REDUCTION(NAME, OPERATION)                  \
-    template <class T>                                  \
-    MSL_FN T simd_##NAME(T value, MSL_SITE) {           \
+#define MSL_REDUCTION(NAME, OPERATION)                     \
+    template <class T>                                     \
+    MSL_FN T simd_##NAME(T value, MSL_SITE) {              \
         return msl_combine<OPERATION, false>(value, site); \
     }
-#define MSL_INTEGER_REDUCTION(NAME, OPERATION)                                             \
-    template <class T>                                                                     \
-    MSL_FN T simd_##NAME(T value, MSL_SITE) {                                              \
-        static_assert(msl_is_integer_v<T>, "simd_" #NAME " takes integers");               \
-        return msl_combine<OPERATION, false>(value, site);                                 \
+#define MSL_INTEGER_REDUCTION(NAME, OPERATION)                               \
+    template <class T>                                                       \
+    MSL_FN T simd_##NAME(T value, MSL_SITE) {                                \
+        static_assert(msl_is_integer_v<T>, "simd_" #NAME " takes integers"); \
+        return msl_combine<OPERATION, false>(value, site);                   \
     }
 MSL_REDUCTION(sum, msl_sum)
 MSL_REDUCTION(product, msl_product)
@@ -168,10 +181,18 @@ MSL_FN simd_vote simd_ballot(bool vote, MSL_SITE) {
     const ulong votes = msl_runtime_ballot(vote, site);
     return simd_vote(votes & 0xffffffffu, (uint)(votes >> 32));
 }
-MSL_FN bool simd_any(bool vote, MSL_SITE) { return simd_ballot(vote, site).any(); }
-MSL_FN bool simd_all(bool vote, MSL_SITE) { return simd_ballot(vote, site).all(); }
-MSL_FN simd_vote simd_active_threads_mask(MSL_SITE) { return simd_ballot(true, site); }
-MSL_FN bool simd_is_first(MSL_SITE) { return msl_own_lane() == (uint)__builtin_ctzl(msl_runtime_ballot(true, site)); }
+MSL_FN bool simd_any(bool vote, MSL_SITE) {
+    return simd_ballot(vote, site).any();
+}
+MSL_FN bool simd_all(bool vote, MSL_SITE) {
+    return simd_ballot(vote, site).all();
+}
+MSL_FN simd_vote simd_active_threads_mask(MSL_SITE) {
+    return simd_ballot(true, site);
+}
+MSL_FN bool simd_is_first(MSL_SITE) {
+    return msl_own_lane() == (uint)__builtin_ctzl(msl_runtime_ballot(true, site));
+}
 
 // Quads: four lanes of a SIMD-group, which must all come like any others.
 template <class T>

@@ -1,12 +1,14 @@
-// simdgroup_matrix, 8 x 8. The lanes of a SIMD-group hold such a matrix together, and its documented interface never
-// shows which lane holds what: so the runtime keeps it once for the group, and the first lane to come to an operation
-// does it for all (instrumented: the last, once all have come to the same one).
+// simdgroup_matrix, 8 x 8. The lanes of a SIMD-group hold such a matrix together, and its documented
+// interface never shows which lane holds what: so the runtime keeps it once for the group, and the first lane
+// to come to an operation does it for all (instrumented: the last, once all have come to the same one).
 #pragma once
 
 namespace metal {
 enum msl_stored { msl_stored_float, msl_stored_half, msl_stored_bfloat };
 template <class T>
-MSL_VALUE_OF uint msl_stored_as = is_same_v<T, float> ? msl_stored_float : is_same_v<T, half> ? msl_stored_half : msl_stored_bfloat;
+MSL_VALUE_OF uint msl_stored_as = is_same_v<T, float>  ? msl_stored_float
+                                  : is_same_v<T, half> ? msl_stored_half
+                                                       : msl_stored_bfloat;
 #define MSL_ANY(POINTER) (volatile device void*)(size_t)(POINTER)
 
 MSL_FN bool msl_my_turn(const volatile device void* address, ulong stride, uint site) {
@@ -22,7 +24,8 @@ MSL_FN bool msl_my_turn(const volatile device void* address, ulong stride, uint 
 }
 
 #if MSL_UNDOCUMENTED
-// Apple's own layout, which it does not document: two elements a lane, for replaying public kernels that rely on it.
+// Apple's own layout, which it does not document: two elements a lane, for replaying public kernels that rely
+// on it.
 template <class T, int C, int R>
 struct simdgroup_matrix {
     static_assert(C == 8 && R == 8, "simdgroup_matrix is 8 x 8");
@@ -32,7 +35,9 @@ struct simdgroup_matrix {
         for (int i = 0; i < 2; ++i) elements[i] = row() == column(i) ? diagonal : T(0);
     }
     static MSL_FN uint row() { return ((msl_own_lane() >> 2) & 4) + ((msl_own_lane() >> 1) & 3); }
-    static MSL_FN uint column(int i) { return ((msl_own_lane() >> 2) & 2) * 2 + (msl_own_lane() & 1) * 2 + i; }
+    static MSL_FN uint column(int i) {
+        return ((msl_own_lane() >> 2) & 2) * 2 + (msl_own_lane() & 1) * 2 + i;
+    }
     MSL_FN thread vec<T, 2>& thread_elements() thread { return elements; }
     MSL_FN thread const vec<T, 2>& thread_elements() const thread { return elements; }
 };
@@ -42,22 +47,24 @@ MSL_FN simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value) {
     made.elements = vec<T, 2>{value, value};
     return made;
 }
-#define MSL_MATRIX_ADDRESS(M) \
-    p[transpose ? (origin.y + M.column(i)) * stride + origin.x + M.row() : (origin.y + M.row()) * stride + origin.x + M.column(i)]
-#define MSL_MATRIX_LOAD(SPACE)                                                                              \
-    template <class T>                                                                                      \
-    MSL_FN void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* p, ulong stride = 8,     \
-                               ulong2 origin = ulong2{0, 0}, bool transpose = false) {                      \
-        for (int i = 0; i < 2; ++i) m.elements[i] = MSL_MATRIX_ADDRESS(m);                                  \
+#define MSL_MATRIX_ADDRESS(M)                                            \
+    p[transpose ? (origin.y + M.column(i)) * stride + origin.x + M.row() \
+                : (origin.y + M.row()) * stride + origin.x + M.column(i)]
+#define MSL_MATRIX_LOAD(SPACE)                                                                          \
+    template <class T>                                                                                  \
+    MSL_FN void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* p, ulong stride = 8, \
+                               ulong2 origin = ulong2{0, 0}, bool transpose = false) {                  \
+        for (int i = 0; i < 2; ++i) m.elements[i] = MSL_MATRIX_ADDRESS(m);                              \
     }
-#define MSL_MATRIX_STORE(SPACE)                                                                             \
-    template <class T>                                                                                      \
-    MSL_FN void simdgroup_store(simdgroup_matrix<T, 8, 8> m, SPACE T* p, ulong stride = 8,                  \
-                                ulong2 origin = ulong2{0, 0}, bool transpose = false) {                     \
-        for (int i = 0; i < 2; ++i) MSL_MATRIX_ADDRESS(m) = m.elements[i];                                  \
+#define MSL_MATRIX_STORE(SPACE)                                                            \
+    template <class T>                                                                     \
+    MSL_FN void simdgroup_store(simdgroup_matrix<T, 8, 8> m, SPACE T* p, ulong stride = 8, \
+                                ulong2 origin = ulong2{0, 0}, bool transpose = false) {    \
+        for (int i = 0; i < 2; ++i) MSL_MATRIX_ADDRESS(m) = m.elements[i];                 \
     }
 template <class D, class A, class B, class C>
-MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, thread const simdgroup_matrix<A, 8, 8>& a,
+MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d,
+                                          thread const simdgroup_matrix<A, 8, 8>& a,
                                           thread const simdgroup_matrix<B, 8, 8>& b,
                                           thread const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
     const float from[6] = {(float)a.elements.x, (float)a.elements.y, (float)b.elements.x,
@@ -102,27 +109,29 @@ MSL_FN simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value, MSL_SITE)
     if (msl_my_turn(0, 0, site)) msl_runtime_matrix_fill(made.msl_id, (float)value, false);
     return made;
 }
-#define MSL_MATRIX_LOAD(SPACE)                                                                                        \
-    template <class T>                                                                                                \
-    MSL_FN void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* p, ulong stride = 8,               \
-                               ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {                      \
-        p += origin.y * stride + origin.x;                                                                            \
-        if (msl_my_turn(MSL_ANY(p), stride, site))                                                                    \
-            msl_runtime_matrix_load(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site);                       \
+#define MSL_MATRIX_LOAD(SPACE)                                                                          \
+    template <class T>                                                                                  \
+    MSL_FN void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* p, ulong stride = 8, \
+                               ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {        \
+        p += origin.y * stride + origin.x;                                                              \
+        if (msl_my_turn(MSL_ANY(p), stride, site))                                                      \
+            msl_runtime_matrix_load(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site);   \
     }
-#define MSL_MATRIX_STORE(SPACE)                                                                                       \
-    template <class T>                                                                                                \
-    MSL_FN void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, SPACE T* p, ulong stride = 8,                     \
-                                ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {                     \
-        p += origin.y * stride + origin.x;                                                                            \
-        if (msl_my_turn(MSL_ANY(p), stride, site))                                                                    \
-            msl_runtime_matrix_store(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site);                      \
+#define MSL_MATRIX_STORE(SPACE)                                                                        \
+    template <class T>                                                                                 \
+    MSL_FN void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, SPACE T* p, ulong stride = 8,      \
+                                ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {      \
+        p += origin.y * stride + origin.x;                                                             \
+        if (msl_my_turn(MSL_ANY(p), stride, site))                                                     \
+            msl_runtime_matrix_store(m.msl_id, MSL_ANY(p), msl_stored_as<T>, stride, transpose, site); \
     }
 template <class D, class A, class B, class C>
-MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, thread const simdgroup_matrix<A, 8, 8>& a,
+MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d,
+                                          thread const simdgroup_matrix<A, 8, 8>& a,
                                           thread const simdgroup_matrix<B, 8, 8>& b,
                                           thread const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
-    if (msl_my_turn(0, 0, site)) msl_runtime_matrix_multiply(d.msl_id, a.msl_id, b.msl_id, c.msl_id, msl_stored_as<D>, site);
+    if (msl_my_turn(0, 0, site))
+        msl_runtime_matrix_multiply(d.msl_id, a.msl_id, b.msl_id, c.msl_id, msl_stored_as<D>, site);
 }
 #endif
 MSL_MATRIX_LOAD(device)

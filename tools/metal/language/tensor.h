@@ -1,7 +1,7 @@
-// Metal 4's tensors and matmul2d, as far as they are documented. Which element of a tile a lane holds is not, so here
-// it is a layout of our own, with one element a lane that is not valid: code that assumes a device's layout, or does
-// not ask is_valid_element, breaks. A tile must lie within its tensor's extents. Not simulated: execution_thread,
-// reductions, tensor_handle, 4-bit operands.
+// Metal 4's tensors and matmul2d, as far as they are documented. Which element of a tile a lane holds is not,
+// so here it is a layout of our own, with one element a lane that is not valid: code that assumes a device's
+// layout, or does not ask is_valid_element, breaks. A tile must lie within its tensor's extents. Not
+// simulated: execution_thread, reductions, tensor_handle, 4-bit operands.
 #pragma once
 
 namespace metal {
@@ -30,7 +30,8 @@ struct tensor {
     Element* data;
     int sizes[2];
     int strides[2];
-    MSL_FN tensor(Element* from, Extents e) : data(from), sizes{e.sizes[0], e.sizes[1]}, strides{1, e.sizes[0]} {}
+    MSL_FN tensor(Element* from, Extents e)
+        : data(from), sizes{e.sizes[0], e.sizes[1]}, strides{1, e.sizes[0]} {}
     MSL_FN tensor(Element* from, Extents e, array<int, 2> s)
         : data(from), sizes{e.sizes[0], e.sizes[1]}, strides{s.__elements[0], s.__elements[1]} {}
     MSL_FN int get_extent(int i) const { return sizes[i]; }
@@ -68,19 +69,25 @@ struct matmul2d_descriptor {
     int m, n, k;
     bool transpose_left, transpose_right, relaxed_precision;
     mode matmul_mode;
-    constexpr matmul2d_descriptor(int rows, int columns, int depth = dynamic_extent, bool left = false, bool right = false,
-                                  bool relaxed = false, mode what = mode::multiply)
-        : m(rows), n(columns), k(depth), transpose_left(left), transpose_right(right), relaxed_precision(relaxed),
+    constexpr matmul2d_descriptor(int rows, int columns, int depth = dynamic_extent, bool left = false,
+                                  bool right = false, bool relaxed = false, mode what = mode::multiply)
+        : m(rows),
+          n(columns),
+          k(depth),
+          transpose_left(left),
+          transpose_right(right),
+          relaxed_precision(relaxed),
           matmul_mode(what) {}
 };
 
-// A tile of rows x columns in the registers of `simdgroups` SIMD-groups, which share its rows. Element i of a lane is
-// number 32 i + (5 lane + 7 i) mod 32 of its SIMD-group's part, counted along the rows.
+// A tile of rows x columns in the registers of `simdgroups` SIMD-groups, which share its rows. Element i of a
+// lane is number 32 i + (5 lane + 7 i) mod 32 of its SIMD-group's part, counted along the rows.
 template <class T, int rows, int columns, int simdgroups = 1>
 struct cooperative_tensor {
     typedef T element_type;
-    static_assert(rows % simdgroups == 0 && rows / simdgroups * columns % 32 == 0,
-                  "the simulator shares a tile's rows among its SIMD-groups, and 32 lanes share a part evenly");
+    static_assert(
+        rows % simdgroups == 0 && rows / simdgroups * columns % 32 == 0,
+        "the simulator shares a tile's rows among its SIMD-groups, and 32 lanes share a part evenly");
     MSL_VALUE_OF int msl_rows = rows / simdgroups;
     MSL_VALUE_OF int msl_columns = columns;
     MSL_VALUE_OF int msl_count = msl_rows * columns / 32;
@@ -110,7 +117,8 @@ struct cooperative_tensor {
     MSL_FN void store(const thread Tensor& to) const thread {
         for (ushort i = 0; i < msl_count; ++i) {
             const metal::array<int, 2> at = get_multidimensional_index(i);
-            to.data[at[0] * to.strides[0] + at[1] * to.strides[1]] = (typename Tensor::element_type)msl_elements[i];
+            to.data[at[0] * to.strides[0] + at[1] * to.strides[1]] =
+                (typename Tensor::element_type)msl_elements[i];
         }
     }
 };
@@ -131,7 +139,8 @@ MSL_FN msl_tile msl_tile_of(const thread metal::tensor<Element, Extents, Tag>& t
     return tile;
 }
 template <class T, int held_rows, int held_columns, int simdgroups>
-MSL_FN msl_tile msl_tile_of(const thread cooperative_tensor<T, held_rows, held_columns, simdgroups>& t, int, int) {
+MSL_FN msl_tile msl_tile_of(const thread cooperative_tensor<T, held_rows, held_columns, simdgroups>& t, int,
+                            int) {
     msl_tile tile;
     tile.address = (ulong)&t.msl_elements[0];
     tile.row_stride = held_columns;
@@ -151,12 +160,14 @@ class msl_matmul2d {
    public:
     template <class Left, class Right, class Accumulator, class... Rest>
     MSL_FN auto get_left_input_cooperative_tensor() const {
-        static_assert(simdgroups == 1 && k > 0, "an input in registers needs the scope of one SIMD-group and a constant k");
+        static_assert(simdgroups == 1 && k > 0,
+                      "an input in registers needs the scope of one SIMD-group and a constant k");
         return cooperative_tensor<Left, transpose_left ? k : m, transpose_left ? m : k>();
     }
     template <class Left, class Right, class Accumulator, class... Rest>
     MSL_FN auto get_right_input_cooperative_tensor() const {
-        static_assert(simdgroups == 1 && k > 0, "an input in registers needs the scope of one SIMD-group and a constant k");
+        static_assert(simdgroups == 1 && k > 0,
+                      "an input in registers needs the scope of one SIMD-group and a constant k");
         return cooperative_tensor<Right, transpose_right ? n : k, transpose_right ? k : n>();
     }
     template <class Left, class Right, class Accumulator, class... Rest>
@@ -166,7 +177,8 @@ class msl_matmul2d {
     template <class Left, class Right, class Destination>
     MSL_FN void run(const thread Left& left, const thread Right& right, thread Destination& destination,
                     uint site = __builtin_LINE()) const {
-        check<typename Left::element_type, typename Right::element_type, typename Destination::element_type>();
+        check<typename Left::element_type, typename Right::element_type,
+              typename Destination::element_type>();
         msl_matmul operands;
         operands.a = msl_tile_of(left, transpose_left ? k : m, transpose_left ? m : k);
         if (transpose_left) operands.a = msl_transposed(operands.a);
@@ -182,7 +194,8 @@ class msl_matmul2d {
     template <class A, class B, class C>
     MSL_FN static constexpr void check() {
         using metal::is_same_v;
-        static_assert(is_same_v<A, B>, "give matmul2d operands of one type: mixed ones fail to compile on some systems");
+        static_assert(is_same_v<A, B>,
+                      "give matmul2d operands of one type: mixed ones fail to compile on some systems");
         static_assert(metal::is_floating_point_v<A> == metal::is_floating_point_v<C>,
                       "matmul2d accumulates integers in int and the others in float, half or bfloat");
     }

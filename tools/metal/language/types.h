@@ -52,7 +52,7 @@ using vec = T __attribute__((ext_vector_type(N)));
 // clang has no vectors of bool here: a bool2 holds two bytes.
 #define MSL_VECTORS(DO) \
     DO(char) DO(uchar) DO(short) DO(ushort) DO(int) DO(uint) DO(long) DO(ulong) DO(half) DO(float) DO(bfloat)
-#define MSL_DECLARE(T)               \
+#define MSL_DECLARE(T)             \
     typedef metal::vec<T, 2> T##2; \
     typedef metal::vec<T, 3> T##3; \
     typedef metal::vec<T, 4> T##4;
@@ -76,9 +76,9 @@ using ::uint64_t;
 using ::uint8_t;
 using ::ulong;
 using ::ushort;
-#define MSL_USE(T)    \
-    using ::T##2; \
-    using ::T##3; \
+#define MSL_USE(T) \
+    using ::T##2;  \
+    using ::T##3;  \
     using ::T##4;
 MSL_VECTORS(MSL_USE)
 MSL_USE(bool)
@@ -119,10 +119,10 @@ struct conditional<false, A, B> {
 template <bool b, class A, class B>
 using conditional_t = typename conditional<b, A, B>::type;
 
-#define MSL_REMOVE(NAME, ...)      \
-    template <class T>             \
-    struct NAME<__VA_ARGS__> {     \
-        typedef T type;            \
+#define MSL_REMOVE(NAME, ...)  \
+    template <class T>         \
+    struct NAME<__VA_ARGS__> { \
+        typedef T type;        \
     };
 template <class T>
 struct remove_reference {
@@ -172,10 +172,10 @@ struct msl_shape<vec<T, N>> {
 template <class T>
 using msl_element = typename msl_shape<T>::element;
 
-#define MSL_TRAIT(NAME, ...)                        \
-    template <class T>                              \
-    struct NAME : bool_constant<(__VA_ARGS__)> {};  \
-    template <class T>                              \
+#define MSL_TRAIT(NAME, ...)                       \
+    template <class T>                             \
+    struct NAME : bool_constant<(__VA_ARGS__)> {}; \
+    template <class T>                             \
     constant constexpr const bool NAME##_v = NAME<T>::value;
 template <class A, class B>
 constant constexpr const bool is_same_v = is_same<A, B>::value;
@@ -247,16 +247,19 @@ MSL_FN constexpr T make_uniform(T x) {
 // Conversions. T(a, b, ...) and static_cast<T>(x) of a source arrive here; see rewrite.py.
 template <class To, class From>
 MSL_FN constexpr To msl_convert(From from) {
-    if constexpr (is_same_v<To, From>) return from;
+    if constexpr (is_same_v<To, From>)
+        return from;
     else if constexpr (msl_shape<To>::count > 1 && msl_shape<To>::count == msl_shape<From>::count)
         return __builtin_convertvector(from, To);
-    else return To(from);
+    else
+        return To(from);
 }
 template <class V, class A>
 MSL_FN constexpr void msl_append(thread V& to, thread int& at, A from) {
     if constexpr (msl_shape<A>::count > 1)
         for (int k = 0; k < msl_shape<A>::count; ++k) to[at++] = (msl_element<V>)from[k];
-    else to[at++] = (msl_element<V>)from;
+    else
+        to[at++] = (msl_element<V>)from;
 }
 template <class V, class... A>
 MSL_FN constexpr V msl_fill(A... from) {
@@ -284,9 +287,12 @@ MSL_FN constexpr A msl_unpacked(A from, long) {
 }
 template <class To, class... A>
 MSL_FN constexpr To msl_make_unpacked(A... from) {
-    if constexpr (msl_shape<To>::count == 1) return To(from...);
-    else if constexpr (sizeof...(A) == 1 && msl_components<A...>::count == 1) return To((msl_element<To>(from), ...));
-    else if constexpr (sizeof...(A) == 1) return (msl_convert<To>(from), ...);
+    if constexpr (msl_shape<To>::count == 1)
+        return To(from...);
+    else if constexpr (sizeof...(A) == 1 && msl_components<A...>::count == 1)
+        return To((msl_element<To>(from), ...));
+    else if constexpr (sizeof...(A) == 1)
+        return (msl_convert<To>(from), ...);
     else {
         static_assert(msl_components<A...>::count == msl_shape<To>::count,
                       "a vector's constructor needs exactly as many components as the vector has");
@@ -303,11 +309,14 @@ MSL_FN constexpr To msl_make(A... from) {
 }
 template <class To, class From>
 MSL_FN constexpr To msl_static_cast(From from) {
-    if constexpr (is_same_v<To, From>) return from;
+    if constexpr (is_same_v<To, From>)
+        return from;
     else if constexpr (is_floating_point_v<To> && is_floating_point_v<From> && sizeof(To) == sizeof(From))
         return static_cast<To>(static_cast<float>(from));
-    else if constexpr (is_vector_v<To> || is_vector_v<From>) return msl_convert<To>(from);
-    else return static_cast<To>(from);
+    else if constexpr (is_vector_v<To> || is_vector_v<From>)
+        return msl_convert<To>(from);
+    else
+        return static_cast<To>(from);
 }
 template <class To, class From>
 MSL_FN To as_type(From from) {
@@ -322,7 +331,9 @@ struct msl_braces<A, B> {
     A a;
     B b;
     template <class T>
-    MSL_FN constexpr operator vec<T, 2>() const { return vec<T, 2>{(T)a, (T)b}; }
+    MSL_FN constexpr operator vec<T, 2>() const {
+        return vec<T, 2>{(T)a, (T)b};
+    }
 };
 template <class A, class B, class C>
 struct msl_braces<A, B, C> {
@@ -330,7 +341,9 @@ struct msl_braces<A, B, C> {
     B b;
     C c;
     template <class T>
-    MSL_FN constexpr operator vec<T, 3>() const { return vec<T, 3>{(T)a, (T)b, (T)c}; }
+    MSL_FN constexpr operator vec<T, 3>() const {
+        return vec<T, 3>{(T)a, (T)b, (T)c};
+    }
 };
 template <class A, class B, class C, class D>
 struct msl_braces<A, B, C, D> {
@@ -339,7 +352,9 @@ struct msl_braces<A, B, C, D> {
     C c;
     D d;
     template <class T>
-    MSL_FN constexpr operator vec<T, 4>() const { return vec<T, 4>{(T)a, (T)b, (T)c, (T)d}; }
+    MSL_FN constexpr operator vec<T, 4>() const {
+        return vec<T, 4>{(T)a, (T)b, (T)c, (T)d};
+    }
 };
 template <class... A>
 MSL_FN constexpr msl_braces<A...> msl_braced(A... from) {
@@ -347,28 +362,34 @@ MSL_FN constexpr msl_braces<A...> msl_braced(A... from) {
 }
 
 // Packed vectors: aligned like their elements.
-#define MSL_PACK(T, N, ...)                                                 \
-    struct packed_##T##N {                                                  \
-        typedef T##N msl_vector;                                            \
-        T __VA_ARGS__;                                                      \
-        packed_##T##N() = default;                                          \
-        MSL_FN packed_##T##N(T##N v) { msl_take(v); }                       \
-        packed_##T##N(const packed_##T##N&) = default;                      \
-        packed_##T##N(const constant packed_##T##N&) = default;             \
-        packed_##T##N& operator=(const packed_##T##N&) = default;           \
-        MSL_FN operator T##N() const { return T##N{__VA_ARGS__}; }          \
-        MSL_FN operator T##N() const device { return T##N{__VA_ARGS__}; }   \
-        MSL_FN operator T##N() const constant { return T##N{__VA_ARGS__}; } \
+#define MSL_PACK(T, N, ...)                                                    \
+    struct packed_##T##N {                                                     \
+        typedef T##N msl_vector;                                               \
+        T __VA_ARGS__;                                                         \
+        packed_##T##N() = default;                                             \
+        MSL_FN packed_##T##N(T##N v) { msl_take(v); }                          \
+        packed_##T##N(const packed_##T##N&) = default;                         \
+        packed_##T##N(const constant packed_##T##N&) = default;                \
+        packed_##T##N& operator=(const packed_##T##N&) = default;              \
+        MSL_FN operator T##N() const { return T##N{__VA_ARGS__}; }             \
+        MSL_FN operator T##N() const device { return T##N{__VA_ARGS__}; }      \
+        MSL_FN operator T##N() const constant { return T##N{__VA_ARGS__}; }    \
         MSL_FN operator T##N() const threadgroup { return T##N{__VA_ARGS__}; } \
-        MSL_FN void msl_take(T##N v);                                       \
+        MSL_FN void msl_take(T##N v);                                          \
     };
-#define MSL_PACKED(T)                                                                 \
-    MSL_PACK(T, 2, x, y)                                                              \
-    MSL_PACK(T, 3, x, y, z)                                                           \
-    MSL_PACK(T, 4, x, y, z, w)                                                        \
-    MSL_FN void packed_##T##2::msl_take(T##2 v) { x = v.x, y = v.y; }                 \
-    MSL_FN void packed_##T##3::msl_take(T##3 v) { x = v.x, y = v.y, z = v.z; }        \
-    MSL_FN void packed_##T##4::msl_take(T##4 v) { x = v.x, y = v.y, z = v.z, w = v.w; }
+#define MSL_PACKED(T)                              \
+    MSL_PACK(T, 2, x, y)                           \
+    MSL_PACK(T, 3, x, y, z)                        \
+    MSL_PACK(T, 4, x, y, z, w)                     \
+    MSL_FN void packed_##T##2 ::msl_take(T##2 v) { \
+        x = v.x, y = v.y;                          \
+    }                                              \
+    MSL_FN void packed_##T##3 ::msl_take(T##3 v) { \
+        x = v.x, y = v.y, z = v.z;                 \
+    }                                              \
+    MSL_FN void packed_##T##4 ::msl_take(T##4 v) { \
+        x = v.x, y = v.y, z = v.z, w = v.w;        \
+    }
 MSL_VECTORS(MSL_PACKED)
 
 template <class T, size_t N>
@@ -385,28 +406,30 @@ struct array {
 // Numeric limits.
 template <class T>
 struct numeric_limits;
-#define MSL_LIMIT(NAME, VALUE) \
-    static MSL_FN constexpr msl_type NAME() { return (msl_type)(VALUE); }
-#define MSL_LIMITS_OF_FLOAT(T, MAX, MIN, EPSILON, DIGITS)  \
-    template <>                                            \
-    struct numeric_limits<T> {                             \
-        typedef T msl_type;                                \
-        MSL_LIMIT(lowest, -MAX)                            \
-        MSL_LIMIT(max, MAX)                                \
-        MSL_LIMIT(min, MIN)                                \
-        MSL_LIMIT(epsilon, EPSILON)                        \
-        MSL_LIMIT(infinity, __builtin_huge_valf())         \
-        MSL_LIMIT(quiet_NaN, __builtin_nanf(""))           \
-        MSL_VALUE_OF int digits = DIGITS;                  \
+#define MSL_LIMIT(NAME, VALUE)                \
+    static MSL_FN constexpr msl_type NAME() { \
+        return (msl_type)(VALUE);             \
+    }
+#define MSL_LIMITS_OF_FLOAT(T, MAX, MIN, EPSILON, DIGITS) \
+    template <>                                           \
+    struct numeric_limits<T> {                            \
+        typedef T msl_type;                               \
+        MSL_LIMIT(lowest, -MAX)                           \
+        MSL_LIMIT(max, MAX)                               \
+        MSL_LIMIT(min, MIN)                               \
+        MSL_LIMIT(epsilon, EPSILON)                       \
+        MSL_LIMIT(infinity, __builtin_huge_valf())        \
+        MSL_LIMIT(quiet_NaN, __builtin_nanf(""))          \
+        MSL_VALUE_OF int digits = DIGITS;                 \
     };
-#define MSL_LIMITS_OF_INTEGER(T, LOWEST, MAX)                             \
-    template <>                                                           \
-    struct numeric_limits<T> {                                            \
-        typedef T msl_type;                                               \
-        MSL_LIMIT(lowest, LOWEST)                                         \
-        MSL_LIMIT(min, LOWEST)                                            \
-        MSL_LIMIT(max, MAX)                                               \
-        MSL_VALUE_OF int digits = sizeof(T) * 8 - __is_signed(T);         \
+#define MSL_LIMITS_OF_INTEGER(T, LOWEST, MAX)                     \
+    template <>                                                   \
+    struct numeric_limits<T> {                                    \
+        typedef T msl_type;                                       \
+        MSL_LIMIT(lowest, LOWEST)                                 \
+        MSL_LIMIT(min, LOWEST)                                    \
+        MSL_LIMIT(max, MAX)                                       \
+        MSL_VALUE_OF int digits = sizeof(T) * 8 - __is_signed(T); \
     };
 MSL_LIMITS_OF_FLOAT(float, 3.40282346638528859812e+38f, 1.17549435082228750797e-38f, 1.1920929e-07f, 24)
 MSL_LIMITS_OF_FLOAT(half, 65504.f, 6.103515625e-05f, 9.765625e-04f, 11)
@@ -426,10 +449,10 @@ using metal::as_type;  // in Metal these two need no namespace
 using metal::vec;
 
 // The copies that Metal gives a struct, also out of `constant`, which clang's generic space leaves out.
-#define MSL_COPIES(S)                     \
-    S(const S&) = default;                \
-    S& operator=(const S&) = default;     \
-    S(const constant S&) = default;       \
+#define MSL_COPIES(S)                 \
+    S(const S&) = default;            \
+    S& operator=(const S&) = default; \
+    S(const constant S&) = default;   \
     S& operator=(const constant S&) = default;
 #define MSL_VALUE(S) \
     S() = default;   \

@@ -1,17 +1,24 @@
-// Names of Apple's library that it does not document and public kernels use all the same. Only with -DMSL_UNDOCUMENTED,
-// as are the layout in simdgroup_matrix.h and thread_elements(): our own kernels have none of it.
+// Names of Apple's library that it does not document and public kernels use all the same. Only with
+// -DMSL_UNDOCUMENTED, as are the layout in simdgroup_matrix.h and thread_elements(): our own kernels have
+// none of it.
 #pragma once
 
 #define __METAL_PRECISE_MATH__ 0
 #define __METAL_FAST_MATH__ 1
 #define __METAL_MAYBE_FAST_MATH__ 2
 
-#define MSL_INTERNAL_UNARY(NAME) \
-    MSL_FN float __metal_##NAME(float x, int) { return metal::NAME(x); }
-#define MSL_INTERNAL_BINARY(NAME) \
-    MSL_FN float __metal_##NAME(float x, float y, int) { return metal::NAME(x, y); }
-#define MSL_INTERNAL_TERNARY(NAME) \
-    MSL_FN float __metal_##NAME(float x, float y, float z, int) { return metal::NAME(x, y, z); }
+#define MSL_INTERNAL_UNARY(NAME)                \
+    MSL_FN float __metal_##NAME(float x, int) { \
+        return metal::NAME(x);                  \
+    }
+#define MSL_INTERNAL_BINARY(NAME)                        \
+    MSL_FN float __metal_##NAME(float x, float y, int) { \
+        return metal::NAME(x, y);                        \
+    }
+#define MSL_INTERNAL_TERNARY(NAME)                                \
+    MSL_FN float __metal_##NAME(float x, float y, float z, int) { \
+        return metal::NAME(x, y, z);                              \
+    }
 MSL_INTERNAL_UNARY(acos)
 MSL_INTERNAL_UNARY(acosh)
 MSL_INTERNAL_UNARY(asin)
@@ -52,32 +59,47 @@ MSL_INTERNAL_BINARY(powr)
 MSL_INTERNAL_TERNARY(fmax3)
 MSL_INTERNAL_TERNARY(fmin3)
 MSL_INTERNAL_TERNARY(fmedian3)
-MSL_FN float __metal_fma(float a, float b, float c) { return metal::fma(a, b, c); }
-MSL_FN float __metal_ldexp(float x, int k, int) { return metal::ldexp(x, k); }
-MSL_FN float __metal_nextafter(float x, float y) { return metal::nextafter(x, y); }
-MSL_FN float __metal_frexp(float x, thread int* exponent) { return metal::frexp(x, *exponent); }
-MSL_FN ushort __metal_get_simdgroup_size(ushort) { return 32; }
+MSL_FN float __metal_fma(float a, float b, float c) {
+    return metal::fma(a, b, c);
+}
+MSL_FN float __metal_ldexp(float x, int k, int) {
+    return metal::ldexp(x, k);
+}
+MSL_FN float __metal_nextafter(float x, float y) {
+    return metal::nextafter(x, y);
+}
+MSL_FN float __metal_frexp(float x, thread int* exponent) {
+    return metal::frexp(x, *exponent);
+}
+MSL_FN ushort __metal_get_simdgroup_size(ushort) {
+    return 32;
+}
+MSL_FN ushort __metal_get_thread_index_in_simdgroup(ushort) {
+    return (ushort)msl_current_thread()->lane;
+}
 
-#define MSL_INTERNAL_SIMD(NAME)              \
-    template <class T>                       \
-    MSL_FN T __metal_simd_##NAME(T value) {  \
-        return metal::simd_##NAME(value);    \
+#define MSL_INTERNAL_SIMD(NAME)             \
+    template <class T>                      \
+    MSL_FN T __metal_simd_##NAME(T value) { \
+        return metal::simd_##NAME(value);   \
     }
-#define MSL_INTERNAL_BITS(NAME)                                                     \
-    template <class T>                                                              \
-    MSL_FN T __metal_simd_##NAME(T value) {                                         \
-        if constexpr (metal::msl_is_integer_v<T>) return metal::simd_##NAME(value); \
-        else return value; /* named for floats, never called */                     \
+#define MSL_INTERNAL_BITS(NAME)                                \
+    template <class T>                                         \
+    MSL_FN T __metal_simd_##NAME(T value) {                    \
+        if constexpr (metal::msl_is_integer_v<T>)              \
+            return metal::simd_##NAME(value);                  \
+        else                                                   \
+            return value; /* named for floats, never called */ \
     }
 #define MSL_INTERNAL_SHUFFLE(NAME)                       \
     template <class T>                                   \
     MSL_FN T __metal_simd_##NAME(T value, ushort lane) { \
         return metal::simd_##NAME(value, lane);          \
     }
-#define MSL_INTERNAL_FILL(NAME)                                                \
-    template <class T>                                                         \
-    MSL_FN T __metal_simd_##NAME(T value, T fill, ushort delta, ushort) {      \
-        return metal::simd_##NAME(value, fill, delta);                         \
+#define MSL_INTERNAL_FILL(NAME)                                           \
+    template <class T>                                                    \
+    MSL_FN T __metal_simd_##NAME(T value, T fill, ushort delta, ushort) { \
+        return metal::simd_##NAME(value, fill, delta);                    \
     }
 MSL_INTERNAL_SIMD(sum)
 MSL_INTERNAL_SIMD(product)
@@ -101,6 +123,10 @@ MSL_INTERNAL_FILL(shuffle_and_fill_up)
 MSL_INTERNAL_FILL(shuffle_and_fill_down)
 
 namespace metal {
+template <class... T>
+using _disjunction = disjunction<T...>;
+template <class... T>
+using _conjunction = conjunction<T...>;
 struct os_log {
     constexpr os_log(const constant char*, const constant char*) __constant {}
     template <class... A>

@@ -18,12 +18,18 @@ template <class T>
 T identity(uint32_t operation) {
     constexpr bool is_float = std::is_same_v<T, float>;
     switch (operation) {
-        case kSum: return is_float ? static_cast<T>(-0.0f) : T(0);  // -0 + x is x for every x
-        case kProduct: return T(1);
-        case kMaximum: return is_float ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
-        case kMinimum: return is_float ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
-        case kAnd: return static_cast<T>(-1);
-        default: return T(0);
+        case kSum:
+            return is_float ? static_cast<T>(-0.0f) : T(0);  // -0 + x is x for every x
+        case kProduct:
+            return T(1);
+        case kMaximum:
+            return is_float ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::lowest();
+        case kMinimum:
+            return is_float ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
+        case kAnd:
+            return static_cast<T>(-1);
+        default:
+            return T(0);
     }
 }
 
@@ -38,10 +44,14 @@ T combine(T a, T b, uint32_t operation) {
         if (operation == kProduct) return static_cast<T>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
     }
     switch (operation) {
-        case kSum: return a + b;
-        case kProduct: return a * b;
-        case kMaximum: return a != a || b > a ? b : a;
-        default: return a != a || b < a ? b : a;
+        case kSum:
+            return a + b;
+        case kProduct:
+            return a * b;
+        case kMaximum:
+            return a != a || b > a ? b : a;
+        default:
+            return a != a || b < a ? b : a;
     }
 }
 
@@ -58,7 +68,8 @@ void reduce(SimdGroup& simd, uint32_t place, uint32_t count, uint32_t operation)
     for (uint32_t component = 0; component < count; ++component) {
         T values[kSimdWidth];
         for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
-            values[lane] = simd.active >> lane & 1 ? lane_value<T>(simd, place, lane, component) : identity<T>(operation);
+            values[lane] = simd.active >> lane & 1 ? lane_value<T>(simd, place, lane, component)
+                                                   : identity<T>(operation);
         for (uint32_t half = kSimdWidth / 2; half; half /= 2)
             for (uint32_t lane = 0; lane < half; ++lane)
                 values[lane] = combine(values[lane], values[lane + half], operation);
@@ -108,36 +119,61 @@ uint64_t msl_runtime_ballot(uint32_t vote, uint32_t line) {
     return static_cast<uint64_t>(results[1]) << 32 | results[0];
 }
 
-void msl_runtime_reduce(const void* from, void* to, uint32_t type, uint32_t count, uint32_t operation, uint32_t line) {
+void msl_runtime_reduce(const void* from, void* to, uint32_t type, uint32_t count, uint32_t operation,
+                        uint32_t line) {
     Lane& lane = current_lane();
     std::memcpy(own_slot(lane), from, count * 4);
     const uint32_t place = meet(call_at(Call::kReduce, line), [=](SimdGroup& simd, uint32_t at) {
-        if (type == kFloat) reduce<float>(simd, at, count, operation);
-        else if (type == kInt) reduce<int32_t>(simd, at, count, operation);
-        else reduce<uint32_t>(simd, at, count, operation);
+        if (type == kFloat)
+            reduce<float>(simd, at, count, operation);
+        else if (type == kInt)
+            reduce<int32_t>(simd, at, count, operation);
+        else
+            reduce<uint32_t>(simd, at, count, operation);
     });
     std::memcpy(to, lane.simd->results[place], count * 4);
 }
 
-void msl_runtime_scan(const void* from, void* to, uint32_t type, uint32_t count, uint32_t operation, uint32_t line) {
+void msl_runtime_scan(const void* from, void* to, uint32_t type, uint32_t count, uint32_t operation,
+                      uint32_t line) {
     Lane& lane = current_lane();
     std::memcpy(own_slot(lane), from, count * 4);
     const uint32_t place = meet(call_at(Call::kScan, line), [=](SimdGroup& simd, uint32_t at) {
-        if (type == kFloat) scan<float>(simd, at, count, operation);
-        else scan<uint32_t>(simd, at, count, operation);
+        if (type == kFloat)
+            scan<float>(simd, at, count, operation);
+        else
+            scan<uint32_t>(simd, at, count, operation);
     });
     std::memcpy(to, lane.simd->slots[place][lane.thread.lane].bytes, count * 4);
 }
 
-float msl_runtime_sinpi(float x) { return static_cast<float>(std::sin(std::numbers::pi * std::remainder(x, 2.0))); }
-float msl_runtime_cospi(float x) { return static_cast<float>(std::cos(std::numbers::pi * std::remainder(x, 2.0))); }
-float msl_runtime_tanpi(float x) { return static_cast<float>(std::tan(std::numbers::pi * std::remainder(x, 1.0))); }
-float msl_runtime_asinh(float x) { return std::asinh(x); }
-float msl_runtime_acosh(float x) { return std::acosh(x); }
-float msl_runtime_atanh(float x) { return std::atanh(x); }
-float msl_runtime_ldexp(float x, int k) { return std::ldexp(x, k); }
-float msl_runtime_frexp(float x, int* exponent) { return std::frexp(x, exponent); }
-float msl_runtime_nextafter(float x, float y) { return std::nextafter(x, y); }
+float msl_runtime_sinpi(float x) {
+    return static_cast<float>(std::sin(std::numbers::pi * std::remainder(x, 2.0)));
+}
+float msl_runtime_cospi(float x) {
+    return static_cast<float>(std::cos(std::numbers::pi * std::remainder(x, 2.0)));
+}
+float msl_runtime_tanpi(float x) {
+    return static_cast<float>(std::tan(std::numbers::pi * std::remainder(x, 1.0)));
+}
+float msl_runtime_asinh(float x) {
+    return std::asinh(x);
+}
+float msl_runtime_acosh(float x) {
+    return std::acosh(x);
+}
+float msl_runtime_atanh(float x) {
+    return std::atanh(x);
+}
+float msl_runtime_ldexp(float x, int k) {
+    return std::ldexp(x, k);
+}
+float msl_runtime_frexp(float x, int* exponent) {
+    return std::frexp(x, exponent);
+}
+float msl_runtime_nextafter(float x, float y) {
+    return std::nextafter(x, y);
+}
 
 // The front end calls this to round a float to bfloat: to nearest even, NaN stays NaN.
 __bf16 __truncsfbf2(float value) {

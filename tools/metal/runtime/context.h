@@ -1,4 +1,5 @@
-// What a kernel's code and the runtime share: read by the runtime's C++ and by the front end, so plain words only.
+// What a kernel's code and the runtime share: read by the runtime's C++ and by the front end, so plain words
+// only.
 #pragma once
 #ifdef __OPENCL_CPP_VERSION__
 #define MSL_WORD ulong
@@ -13,7 +14,8 @@ enum {
     MSL_MATRICES = MSL_MATRIX_WORDS * 64
 };
 
-// One threadgroup. `dispatch_threads` is the size asked for, `threads` that of this group, smaller at a grid's edge.
+// One threadgroup. `dispatch_threads` is the size asked for, `threads` that of this group, smaller at a
+// grid's edge.
 struct msl_group {
     MSL_WORD buffers[MSL_BUFFERS];
     MSL_WORD threadgroup_buffers[MSL_BUFFERS];
@@ -43,8 +45,9 @@ struct msl_simdgroup_shared {
     uint32_t matrix_operations;
 };
 
-// A tile of an operand: element (row, column) lies `row * row_stride + column * column_stride` elements on. In
-// registers the same counts, in the order of cooperative_tensor's elements, a part of the rows in every SIMD-group.
+// A tile of an operand: element (row, column) lies `row * row_stride + column * column_stride` elements on.
+// In registers the same counts, in the order of cooperative_tensor's elements, a part of the rows in every
+// SIMD-group.
 struct msl_tile {
     MSL_WORD address;
     int64_t row_stride;

@@ -1,4 +1,6 @@
 // Takes a launch apart into groups, shares them among OS threads, and gathers what came of it.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -6,7 +8,6 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
-#include <unistd.h>
 
 #include "findings.h"
 #include "instruments.h"
@@ -109,11 +110,13 @@ void run_groups(void* argument, uint32_t index) {
     auto& dispatch = *static_cast<Dispatch*>(argument);
     Worker& worker = *dispatch.workers[index];
     set_up(worker, dispatch, index);
-    const uint64_t total = static_cast<uint64_t>(dispatch.groups[0]) * dispatch.groups[1] * dispatch.groups[2];
+    const uint64_t total =
+        static_cast<uint64_t>(dispatch.groups[0]) * dispatch.groups[1] * dispatch.groups[2];
     for (uint64_t number; (number = dispatch.next++) < total;) {
-        const uint32_t position[3] = {static_cast<uint32_t>(number % dispatch.groups[0]),
-                                      static_cast<uint32_t>(number / dispatch.groups[0] % dispatch.groups[1]),
-                                      static_cast<uint32_t>(number / dispatch.groups[0] / dispatch.groups[1])};
+        const uint32_t position[3] = {
+            static_cast<uint32_t>(number % dispatch.groups[0]),
+            static_cast<uint32_t>(number / dispatch.groups[0] % dispatch.groups[1]),
+            static_cast<uint32_t>(number / dispatch.groups[0] / dispatch.groups[1])};
         run_group(worker, position);
         if (worker.stopped || worker.findings->entries.size() >= Findings::kMost) break;
     }
@@ -122,16 +125,19 @@ void run_groups(void* argument, uint32_t index) {
 // What is wrong with a launch before anything runs; empty if nothing.
 std::string refusal(const Launch& launch, const uint32_t groups[3]) {
     if (launch.kernel >= lily_metal_kernel_count)
-        return "there is no kernel " + std::to_string(launch.kernel) + ", only " + std::to_string(lily_metal_kernel_count);
+        return "there is no kernel " + std::to_string(launch.kernel) + ", only " +
+               std::to_string(lily_metal_kernel_count);
     const Kernel& kernel = lily_metal_kernels[launch.kernel];
     const uint64_t threads = static_cast<uint64_t>(launch.threads[0]) * launch.threads[1] * launch.threads[2];
     if (threads == 0 || threads > kernel.max_threads)
-        return "a group has " + std::to_string(threads) + " threads; 1 to " + std::to_string(kernel.max_threads) + " run";
+        return "a group has " + std::to_string(threads) + " threads; 1 to " +
+               std::to_string(kernel.max_threads) + " run";
     for (int i = 0; i < 3; ++i) {
-        const uint64_t needed = launch.grid[i] ? (launch.grid[i] + launch.threads[i] - 1) / launch.threads[i] : groups[i];
+        const uint64_t needed =
+            launch.grid[i] ? (launch.grid[i] + launch.threads[i] - 1) / launch.threads[i] : groups[i];
         if (needed != groups[i])
-            return "a grid of " + std::to_string(launch.grid[i]) + " threads needs " + std::to_string(needed) +
-                   " groups, not " + std::to_string(groups[i]);
+            return "a grid of " + std::to_string(launch.grid[i]) + " threads needs " +
+                   std::to_string(needed) + " groups, not " + std::to_string(groups[i]);
     }
     for (uint32_t i = 0; i < kernel.argument_count; ++i) {
         const Argument& argument = kernel.arguments[i];
@@ -145,13 +151,15 @@ std::string refusal(const Launch& launch, const uint32_t groups[3]) {
             continue;
         }
         const auto* end = launch.bindings + launch.binding_count;
-        if (std::none_of(launch.bindings, end, [&](const Binding& b) { return b.index == argument.index && b.data; }))
+        if (std::none_of(launch.bindings, end,
+                         [&](const Binding& b) { return b.index == argument.index && b.data; }))
             return name + " is not bound";
     }
     for (uint32_t i = 0; i < launch.constant_count; ++i) {
         const auto* end = lily_metal_constants + lily_metal_constant_count;
         const uint32_t index = launch.constants[i].index;
-        if (std::none_of(lily_metal_constants, end, [&](const FunctionConstant& c) { return c.index == index; }))
+        if (std::none_of(lily_metal_constants, end,
+                         [&](const FunctionConstant& c) { return c.index == index; }))
             return "there is no function constant " + std::to_string(index);
     }
     return "";
@@ -161,11 +169,13 @@ void set_constants(const Launch& launch) {
     for (uint32_t i = 0; i < lily_metal_constant_count; ++i) {
         const FunctionConstant& constant = lily_metal_constants[i];
         const auto* end = launch.constants + launch.constant_count;
-        const auto* given =
-            std::find_if(launch.constants, end, [&](const ConstantValue& v) { return v.index == constant.index; });
+        const auto* given = std::find_if(launch.constants, end,
+                                         [&](const ConstantValue& v) { return v.index == constant.index; });
         *constant.defined = given != end;
-        if (given != end) std::memcpy(constant.value, given->value, constant.bytes);
-        else std::memset(constant.value, 0, constant.bytes);
+        if (given != end)
+            std::memcpy(constant.value, given->value, constant.bytes);
+        else
+            std::memset(constant.value, 0, constant.bytes);
     }
 }
 
@@ -174,19 +184,22 @@ uint32_t worker_count(const Launch& launch, uint64_t groups) {
     const auto* end = kernel.arguments + kernel.argument_count;
     const bool ordered = std::any_of(kernel.arguments, end, [](const Argument& a) { return a.atomic != 0; });
     if (kInstrumented || ordered) return 1;
-    const uint32_t wanted = launch.workers ? launch.workers : std::max(1u, std::thread::hardware_concurrency());
+    const uint32_t wanted =
+        launch.workers ? launch.workers : std::max(1u, std::thread::hardware_concurrency());
     return static_cast<uint32_t>(std::clamp<uint64_t>(groups, 1, wanted));
 }
 
 void finish(OwnedResult& result, const Launch& launch, const Dispatch* dispatch) {
-    const char* kernel = launch.kernel < lily_metal_kernel_count ? lily_metal_kernels[launch.kernel].name : "?";
+    const char* kernel =
+        launch.kernel < lily_metal_kernel_count ? lily_metal_kernels[launch.kernel].name : "?";
     if (dispatch)
         for (const Findings& findings : dispatch->findings)
             for (const Findings::Entry& entry : findings.entries) result.all.add(entry);
     for (Findings::Entry& entry : result.all.entries) {
-        entry.message = std::string(kernel) + (entry.line ? ":" + std::to_string(entry.line) : "") + ": " + entry.text;
-        result.list.push_back({entry.fault, entry.buffer, entry.offset, kernel, entry.file.c_str(), entry.line, entry.count,
-                               entry.message.c_str()});
+        entry.message =
+            std::string(kernel) + (entry.line ? ":" + std::to_string(entry.line) : "") + ": " + entry.text;
+        result.list.push_back({entry.fault, entry.buffer, entry.offset, kernel, entry.file.c_str(),
+                               entry.line, entry.count, entry.message.c_str()});
     }
     result.findings = result.list.data();
     result.finding_count = static_cast<uint32_t>(result.list.size());
@@ -222,13 +235,16 @@ Result* run(const Launch* launch) {
     }
     dispatch.kernel = &lily_metal_kernels[launch->kernel];
     set_constants(*launch);
-    const uint64_t groups = static_cast<uint64_t>(dispatch.groups[0]) * dispatch.groups[1] * dispatch.groups[2];
+    const uint64_t groups =
+        static_cast<uint64_t>(dispatch.groups[0]) * dispatch.groups[1] * dispatch.groups[2];
     const uint32_t count = worker_count(*launch, groups);
     while (workers.size() < count) workers.push_back(new Worker);
     dispatch.workers.assign(workers.begin(), workers.begin() + count);
     dispatch.findings.resize(count);
-    if (count == 1) run_groups(&dispatch, 0);
-    else pool.run(count, run_groups, &dispatch);
+    if (count == 1)
+        run_groups(&dispatch, 0);
+    else
+        pool.run(count, run_groups, &dispatch);
     for (const Worker* worker : dispatch.workers) {
         result->switches += worker->switches;
         result->barriers += worker->barriers;

@@ -30,7 +30,8 @@ struct Findings {
 };
 
 // A fault at a line of the kernel that runs; printf-style. 0: the line is not known.
-void report(Worker& worker, Fault fault, uint32_t line, const char* format, ...) __attribute__((format(printf, 4, 5)));
+void report(Worker& worker, Fault fault, uint32_t line, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
 
 // Lets every thread go on from a threadgroup_barrier.
 void release_barrier(Worker& worker, uint32_t line, uint32_t flags);

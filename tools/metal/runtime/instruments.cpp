@@ -55,7 +55,8 @@ void Instruments::begin_dispatch() {
     std::sort(order.begin(), order.end(),
               [&](uint32_t a, uint32_t b) { return launch.bindings[a].data < launch.bindings[b].data; });
     for (uint32_t i : order) {
-        const auto begin = reinterpret_cast<uint64_t>(launch.bindings[i].data), end = begin + launch.bindings[i].bytes;
+        const auto begin = reinterpret_cast<uint64_t>(launch.bindings[i].data),
+                   end = begin + launch.bindings[i].bytes;
         if (regions_.empty() || begin >= regions_.back().end)
             regions_.push_back({.begin = begin, .end = end, .base = begin / kPageBytes * kPageBytes});
         Region& region = regions_.back();
@@ -67,7 +68,8 @@ void Instruments::begin_dispatch() {
     group_pages_.resize(kArena / kPageBytes);
     sites_.clear();
     site_numbers_.clear();
-    std::fill(std::begin(recent_sites_), std::end(recent_sites_), std::remove_reference_t<decltype(recent_sites_[0])>{});
+    std::fill(std::begin(recent_sites_), std::end(recent_sites_),
+              std::remove_reference_t<decltype(recent_sites_[0])>{});
 }
 
 void Instruments::begin_group() {
@@ -105,7 +107,8 @@ Touch Instruments::touch_now(bool in_device, bool atomic, bool whole_simd, uint3
     now.site = site;
     now.thread = static_cast<uint16_t>(lane.thread.index);
     now.simd = static_cast<uint8_t>(lane.thread.simdgroup);
-    now.flags = static_cast<uint8_t>(Touch::kSome | (atomic ? Touch::kAtomic : 0) | (whole_simd ? Touch::kWholeSimd : 0));
+    now.flags = static_cast<uint8_t>(Touch::kSome | (atomic ? Touch::kAtomic : 0) |
+                                     (whole_simd ? Touch::kWholeSimd : 0));
     return now;
 }
 
@@ -134,7 +137,8 @@ Instruments::Counted* Instruments::counted_for(Region& region, uint64_t address,
         const Binding& binding = *counted_[i].binding;
         const auto begin = reinterpret_cast<uint64_t>(binding.data);
         if (address < begin || address + bytes > begin + binding.bytes) continue;
-        if (!best || (write ? counted_[i].writable && !best->writable : !counted_[i].writable && best->writable))
+        if (!best ||
+            (write ? counted_[i].writable && !best->writable : !counted_[i].writable && best->writable))
             best = &counted_[i];
     }
     return best;
@@ -157,15 +161,16 @@ void Instruments::access(const void* pointer, uint32_t bytes, Access kind, bool 
     const uint64_t offset = address - reinterpret_cast<uint64_t>(counted->binding->data);
     if (aligned && address % bytes)
         fault(Fault::kMisaligned, site, index, offset,
-              access_text(kind, bytes, index, offset) + ", whose address is not a multiple of " + std::to_string(bytes));
+              access_text(kind, bytes, index, offset) + ", whose address is not a multiple of " +
+                  std::to_string(bytes));
     device_access(*region, *counted, address, bytes, kind, now);
     const Lane& lane = current_lane();
     GroupAccess& group = group_access(site, lane.thread.simdgroup, lane.thread.lane, *counted);
     count_sectors(group, *counted, *region, address, bytes);
 }
 
-void Instruments::tile(const void* pointer, uint32_t bytes, uint32_t rows, int64_t step, bool write, uint32_t element,
-                       uint32_t line) {
+void Instruments::tile(const void* pointer, uint32_t bytes, uint32_t rows, int64_t step, bool write,
+                       uint32_t element, uint32_t line) {
     const uint32_t site = site_of({.line = line});
     const Access kind{write ? Access::kWrites : Access::kReads};
     GroupAccess group;
@@ -182,20 +187,22 @@ void Instruments::tile(const void* pointer, uint32_t bytes, uint32_t rows, int64
         const uint64_t offset = address - reinterpret_cast<uint64_t>(counted->binding->data);
         if (address % element)
             fault(Fault::kMisaligned, site, index, offset,
-                  access_text(kind, bytes, index, offset) + ", whose address is not a multiple of " + std::to_string(element));
+                  access_text(kind, bytes, index, offset) + ", whose address is not a multiple of " +
+                      std::to_string(element));
         device_access(*region, *counted, address, bytes, kind, touch_now(true, false, true, site));
         if (row == 0) counted->traffic.groups++;
         count_sectors(group, *counted, *region, address, bytes);
     }
 }
 
-void Instruments::device_access(Region& region, Counted& counted, uint64_t address, uint32_t bytes, Access kind,
-                                const Touch& now) {
+void Instruments::device_access(Region& region, Counted& counted, uint64_t address, uint32_t bytes,
+                                Access kind, const Touch& now) {
     const auto index = static_cast<int32_t>(counted.binding->index);
     const uint64_t offset = address - reinterpret_cast<uint64_t>(counted.binding->data);
     Traffic& traffic = counted.traffic;
     if (kind.writes() && !counted.writable)
-        fault(Fault::kReadOnly, now.site, index, offset, access_text(kind, bytes, index, offset) + ", which it may only read");
+        fault(Fault::kReadOnly, now.site, index, offset,
+              access_text(kind, bytes, index, offset) + ", which it may only read");
     if (kind.reads()) {
         traffic.bytes_read += bytes, traffic.reads++;
         if (!tracked().is_defined(address, bytes))
@@ -211,7 +218,8 @@ void Instruments::device_access(Region& region, Counted& counted, uint64_t addre
         auto& page = region.pages[place / kPageBytes];
         if (!page) page = std::make_unique<Page>();
         const auto begin = static_cast<uint32_t>(place % kPageBytes);
-        const auto count = static_cast<uint32_t>(std::min<uint64_t>(address + bytes - at, kPageBytes - begin));
+        const auto count =
+            static_cast<uint32_t>(std::min<uint64_t>(address + bytes - at, kPageBytes - begin));
         if (kind.reads()) set_bits(page->read, begin, count);
         if (kind.writes()) set_bits(page->written, begin, count);
         if (counted.writable || kind.writes() || region.bindings.size() > 1)
@@ -232,19 +240,21 @@ void Instruments::threadgroup_access(uint64_t address, uint32_t bytes, Access ki
     const uint32_t begin = offset % kPageBytes;
     const uint32_t count = std::min(bytes, static_cast<uint32_t>(kPageBytes) - begin);
     if (kind.reads() && !all_bits(page->written, begin, count))
-        fault(Fault::kUninitialised, now.site, -1, offset, access_text(kind, bytes, -1, offset) + ", which nothing has written");
+        fault(Fault::kUninitialised, now.site, -1, offset,
+              access_text(kind, bytes, -1, offset) + ", which nothing has written");
     if (kind.writes()) set_bits(page->written, begin, count);
     check_order(*page, begin, count, kind, now, false, -1, offset);
     if (count < bytes) threadgroup_access(address + count, bytes - count, kind, now);
 }
 
-void Instruments::check_order(Page& page, uint32_t offset, uint32_t bytes, Access kind, const Touch& now, bool in_device,
-                              int32_t buffer, uint64_t buffer_offset) {
+void Instruments::check_order(Page& page, uint32_t offset, uint32_t bytes, Access kind, const Touch& now,
+                              bool in_device, int32_t buffer, uint64_t buffer_offset) {
     uint32_t count = 0;
     Cell* cells = page.cells(offset, bytes, count);
     for (uint32_t i = 0; i < count; ++i) {
         Cell& cell = cells[i];
-        if (unordered(cell.write, now, in_device)) race(cell.write, true, now, kind, in_device, buffer, buffer_offset);
+        if (unordered(cell.write, now, in_device))
+            race(cell.write, true, now, kind, in_device, buffer, buffer_offset);
         else if (kind.writes() && unordered(cell.read, now, in_device))
             race(cell.read, false, now, kind, in_device, buffer, buffer_offset);
         if (kind.writes()) cell.write = now;
@@ -252,21 +262,23 @@ void Instruments::check_order(Page& page, uint32_t offset, uint32_t bytes, Acces
     }
 }
 
-void Instruments::race(const Touch& other, bool wrote, const Touch& now, Access kind, bool in_device, int32_t buffer,
-                       uint64_t offset) {
+void Instruments::race(const Touch& other, bool wrote, const Touch& now, Access kind, bool in_device,
+                       int32_t buffer, uint64_t offset) {
     const Place& place = sites_[other.site].place;
     const uint32_t line = place.code ? source_line(place.code).line : place.line;
     const bool apart = in_device && (other.group != now.group || other.flags & Touch::kGroups);
     const std::string in_group = apart ? " of group " : "";
-    std::string text = thread_name(now) + (apart ? in_group + std::to_string(now.group) : "") + " " + verb(kind) + " offset " +
-                       std::to_string(offset) + " of " + name_of(buffer) + ", which " + thread_name(other) +
-                       (apart && !(other.flags & Touch::kGroups) ? in_group + std::to_string(other.group) : "") +
-                       (wrote ? " wrote" : " read") + " at line " + std::to_string(line);
+    std::string text =
+        thread_name(now) + (apart ? in_group + std::to_string(now.group) : "") + " " + verb(kind) +
+        " offset " + std::to_string(offset) + " of " + name_of(buffer) + ", which " + thread_name(other) +
+        (apart && !(other.flags & Touch::kGroups) ? in_group + std::to_string(other.group) : "") +
+        (wrote ? " wrote" : " read") + " at line " + std::to_string(line);
     text += apart ? "; nothing orders the groups of a dispatch" : "; no barrier orders the two";
     fault(Fault::kRace, now.site, buffer, offset, text);
 }
 
-Instruments::GroupAccess& Instruments::group_access(uint32_t site, uint32_t simd, uint32_t lane, Counted& counted) {
+Instruments::GroupAccess& Instruments::group_access(uint32_t site, uint32_t simd, uint32_t lane,
+                                                    Counted& counted) {
     auto& simds = sites_[site].simds;
     if (simds.size() <= simd) simds.resize(simd + 1);
     SimdSite& here = simds[simd];
@@ -286,7 +298,8 @@ Instruments::GroupAccess& Instruments::group_access(uint32_t site, uint32_t simd
     return here.accesses[time];
 }
 
-void Instruments::count_sectors(GroupAccess& group, Counted& counted, const Region& region, uint64_t address, uint32_t bytes) {
+void Instruments::count_sectors(GroupAccess& group, Counted& counted, const Region& region, uint64_t address,
+                                uint32_t bytes) {
     const auto add = [](std::vector<uint32_t>& seen, uint32_t number) {
         if (std::find(seen.rbegin(), seen.rend(), number) != seen.rend()) return false;
         seen.push_back(number);
@@ -311,8 +324,13 @@ std::string Instruments::name_of(int32_t buffer) const {
 void Instruments::fault(Fault kind, uint32_t site, int32_t buffer, uint64_t offset, const std::string& text) {
     const Place& place = sites_[site].place;
     const SourceLine source = place.code ? source_line(place.code) : SourceLine{"", place.line};
-    worker_.findings->add({.fault = kind, .buffer = buffer, .offset = offset, .line = source.line,
-                           .code = source.line ? nullptr : place.code, .text = text, .file = source.file});
+    worker_.findings->add({.fault = kind,
+                           .buffer = buffer,
+                           .offset = offset,
+                           .line = source.line,
+                           .code = source.line ? nullptr : place.code,
+                           .text = text,
+                           .file = source.file});
 }
 
 std::string Instruments::access_text(Access kind, uint32_t bytes, int32_t buffer, uint64_t offset) const {
@@ -322,7 +340,8 @@ std::string Instruments::access_text(Access kind, uint32_t bytes, int32_t buffer
 
 void Instruments::outside_group_memory(uint64_t address, uint32_t bytes, Access kind, uint32_t site) {
     const uint64_t offset = address - reinterpret_cast<uint64_t>(worker_.memory);
-    fault(Fault::kOutOfBounds, site, -1, offset, access_text(kind, bytes, -1, offset) + ", outside its variables");
+    fault(Fault::kOutOfBounds, site, -1, offset,
+          access_text(kind, bytes, -1, offset) + ", outside its variables");
     stop_dispatch(worker_);
 }
 
@@ -337,7 +356,8 @@ void Instruments::outside_buffers(uint64_t address, uint32_t bytes, Access kind,
         if (std::max(before, after) < least) least = std::max(before, after), nearest = &counted;
     }
     if (!nearest) {
-        fault(Fault::kOutOfBounds, site, -1, 0, std::string(verb(kind)) + " " + std::to_string(bytes) + " bytes far from every buffer");
+        fault(Fault::kOutOfBounds, site, -1, 0,
+              std::string(verb(kind)) + " " + std::to_string(bytes) + " bytes far from every buffer");
         stop_dispatch(worker_);
     }
     const auto index = static_cast<int32_t>(nearest->binding->index);
@@ -349,7 +369,8 @@ void Instruments::outside_buffers(uint64_t address, uint32_t bytes, Access kind,
 
 void Instruments::collect(std::vector<Traffic>& traffic, std::vector<Range>& ranges) {
     for (Counted& counted : counted_) {
-        const auto begin = reinterpret_cast<uint64_t>(counted.binding->data), end = begin + counted.binding->bytes;
+        const auto begin = reinterpret_cast<uint64_t>(counted.binding->data),
+                   end = begin + counted.binding->bytes;
         Region* region = counted.binding->bytes ? region_of(begin) : nullptr;
         if (!region) continue;
         const size_t first_range = ranges.size();
@@ -371,7 +392,8 @@ void Instruments::collect(std::vector<Traffic>& traffic, std::vector<Range>& ran
             counted.traffic.unique_lines += ((bits[0] | bits[1]) & mask) != 0;
             for (uint32_t written = 0; written < 2; ++written) {
                 const uint64_t touched = bits[written] & mask;
-                if ((touched == 0 && open[written] == ~0ull) || (touched == ~0ull && open[written] != ~0ull)) continue;
+                if ((touched == 0 && open[written] == ~0ull) || (touched == ~0ull && open[written] != ~0ull))
+                    continue;
                 for (uint64_t i = 0; i < 64; ++i) {
                     const bool now = touched >> i & 1;
                     if (now && open[written] == ~0ull) open[written] = line + i;
@@ -395,15 +417,24 @@ void Instruments::collect(std::vector<Traffic>& traffic, std::vector<Range>& ran
 using namespace lily::metal;
 
 // What clang's thread sanitizer has instrumented code call.
-#define LILY_ACCESS(BYTES)                                                                                               \
-    void __tsan_read##BYTES(void* p) { watch(p, BYTES, {Access::kReads}, true, __builtin_return_address(0)); }              \
-    void __tsan_write##BYTES(void* p) { watch(p, BYTES, {Access::kWrites}, true, __builtin_return_address(0)); }            \
-    void __tsan_unaligned_read##BYTES(void* p) { watch(p, BYTES, {Access::kReads}, false, __builtin_return_address(0)); }   \
-    void __tsan_unaligned_write##BYTES(void* p) { watch(p, BYTES, {Access::kWrites}, false, __builtin_return_address(0)); }
+#define LILY_ACCESS(BYTES)                                                      \
+    void __tsan_read##BYTES(void* p) {                                          \
+        watch(p, BYTES, {Access::kReads}, true, __builtin_return_address(0));   \
+    }                                                                           \
+    void __tsan_write##BYTES(void* p) {                                         \
+        watch(p, BYTES, {Access::kWrites}, true, __builtin_return_address(0));  \
+    }                                                                           \
+    void __tsan_unaligned_read##BYTES(void* p) {                                \
+        watch(p, BYTES, {Access::kReads}, false, __builtin_return_address(0));  \
+    }                                                                           \
+    void __tsan_unaligned_write##BYTES(void* p) {                               \
+        watch(p, BYTES, {Access::kWrites}, false, __builtin_return_address(0)); \
+    }
 
 static void watch(const void* address, uint64_t bytes, Access kind, bool aligned, const void* code) {
     if (msl_current)
-        current_lane().worker->instruments->access(address, static_cast<uint32_t>(bytes), kind, aligned, {.code = code});
+        current_lane().worker->instruments->access(address, static_cast<uint32_t>(bytes), kind, aligned,
+                                                   {.code = code});
 }
 
 extern "C" {
@@ -412,8 +443,12 @@ LILY_ACCESS(2)
 LILY_ACCESS(4)
 LILY_ACCESS(8)
 LILY_ACCESS(16)
-void __tsan_read_range(void* p, uint64_t bytes) { watch(p, bytes, {Access::kReads}, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* p, uint64_t bytes) { watch(p, bytes, {Access::kWrites}, false, __builtin_return_address(0)); }
+void __tsan_read_range(void* p, uint64_t bytes) {
+    watch(p, bytes, {Access::kReads}, false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, uint64_t bytes) {
+    watch(p, bytes, {Access::kWrites}, false, __builtin_return_address(0));
+}
 void* __tsan_memcpy(void* to, const void* from, uint64_t bytes) {
     watch(from, bytes, {Access::kReads}, false, __builtin_return_address(0));
     watch(to, bytes, {Access::kWrites}, false, __builtin_return_address(0));
@@ -431,6 +466,7 @@ void* __tsan_memset(void* to, int value, uint64_t bytes) {
 void __tsan_init() {}
 
 void msl_runtime_atomic(const void* address, uint32_t bytes, uint32_t access, uint32_t line) {
-    current_lane().worker->instruments->access(address, bytes, {access | Access::kAtomic}, true, {.line = line});
+    current_lane().worker->instruments->access(address, bytes, {access | Access::kAtomic}, true,
+                                               {.line = line});
 }
 }

@@ -47,7 +47,8 @@ class Instruments {
     void access(const void* address, uint32_t bytes, Access kind, bool aligned, const Place& place);
 
     // One access of the SIMD-group as a whole: rows of a tile, each of `bytes`, `step` bytes apart.
-    void tile(const void* address, uint32_t bytes, uint32_t rows, int64_t step, bool write, uint32_t element, uint32_t line);
+    void tile(const void* address, uint32_t bytes, uint32_t rows, int64_t step, bool write, uint32_t element,
+              uint32_t line);
 
     // Moves what was counted into a result.
     void collect(std::vector<Traffic>& traffic, std::vector<Range>& ranges);
@@ -83,18 +84,21 @@ class Instruments {
     bool in_own_memory(uint64_t address) const;
     Region* region_of(uint64_t address);
     Counted* counted_for(Region& region, uint64_t address, uint32_t bytes, bool write);
-    void device_access(Region& region, Counted& counted, uint64_t address, uint32_t bytes, Access kind, const Touch& now);
+    void device_access(Region& region, Counted& counted, uint64_t address, uint32_t bytes, Access kind,
+                       const Touch& now);
     void threadgroup_access(uint64_t address, uint32_t bytes, Access kind, const Touch& now);
-    void check_order(Page& page, uint32_t offset, uint32_t bytes, Access kind, const Touch& now, bool in_device,
-                     int32_t buffer, uint64_t buffer_offset);
-    void count_sectors(GroupAccess& group, Counted& counted, const Region& region, uint64_t address, uint32_t bytes);
+    void check_order(Page& page, uint32_t offset, uint32_t bytes, Access kind, const Touch& now,
+                     bool in_device, int32_t buffer, uint64_t buffer_offset);
+    void count_sectors(GroupAccess& group, Counted& counted, const Region& region, uint64_t address,
+                       uint32_t bytes);
     GroupAccess& group_access(uint32_t site, uint32_t simd, uint32_t lane, Counted& counted);
 
     std::string name_of(int32_t buffer) const;
     // "writes 4 bytes at offset 8 of y [[buffer(1)]]"
     std::string access_text(Access kind, uint32_t bytes, int32_t buffer, uint64_t offset) const;
     void fault(Fault kind, uint32_t site, int32_t buffer, uint64_t offset, const std::string& text);
-    void race(const Touch& other, bool wrote, const Touch& now, Access kind, bool in_device, int32_t buffer, uint64_t offset);
+    void race(const Touch& other, bool wrote, const Touch& now, Access kind, bool in_device, int32_t buffer,
+              uint64_t offset);
     // These end the dispatch before the access happens: what lies there may not be memory at all.
     [[noreturn]] void outside_group_memory(uint64_t address, uint32_t bytes, Access kind, uint32_t site);
     [[noreturn]] void outside_buffers(uint64_t address, uint32_t bytes, Access kind, uint32_t site);

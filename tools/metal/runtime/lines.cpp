@@ -1,5 +1,5 @@
-// From a place in the library's code to the line of Metal it comes from: read from the file that compile.py lays beside
-// an instrumented library, one `address line file` for every watched access.
+// From a place in the library's code to the line of Metal it comes from: read from the file that compile.py
+// lays beside an instrumented library, one `address line file` for every watched access.
 #include <dlfcn.h>
 
 #include <fstream>

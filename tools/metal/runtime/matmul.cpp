@@ -33,12 +33,23 @@ struct Bfloat {
 template <class Function>
 void as_type(uint64_t address, uint32_t type, Function function) {
     switch (type) {
-        case kFloat: function(reinterpret_cast<float*>(address)); break;
-        case kHalf: function(reinterpret_cast<_Float16*>(address)); break;
-        case kBfloat: function(reinterpret_cast<Bfloat*>(address)); break;
-        case kInt8: function(reinterpret_cast<int8_t*>(address)); break;
-        case kUint8: function(reinterpret_cast<uint8_t*>(address)); break;
-        default: function(reinterpret_cast<int32_t*>(address));
+        case kFloat:
+            function(reinterpret_cast<float*>(address));
+            break;
+        case kHalf:
+            function(reinterpret_cast<_Float16*>(address));
+            break;
+        case kBfloat:
+            function(reinterpret_cast<Bfloat*>(address));
+            break;
+        case kInt8:
+            function(reinterpret_cast<int8_t*>(address));
+            break;
+        case kUint8:
+            function(reinterpret_cast<uint8_t*>(address));
+            break;
+        default:
+            function(reinterpret_cast<int32_t*>(address));
     }
 }
 
@@ -46,7 +57,8 @@ template <class Stored, class T>
 void store(Stored& to, T value) {
     if constexpr (std::is_same_v<Stored, Bfloat>)
         to.bits = std::bit_cast<uint16_t>(__truncsfbf2(static_cast<float>(value)));
-    else to = static_cast<Stored>(value);
+    else
+        to = static_cast<Stored>(value);
 }
 
 // All lanes' copies of one operand.
@@ -63,16 +75,19 @@ void note_memory(const Operand& operand, bool write, uint32_t line) {
     if (!kInstrumented || tile.in_registers) return;
     Instruments& instruments = *current_lane().worker->instruments;
     const int64_t bytes = kBytes[tile.type];
-    const auto* base = reinterpret_cast<const char*>(tile.address) + operand.first_row * tile.row_stride * bytes;
+    const auto* base =
+        reinterpret_cast<const char*>(tile.address) + operand.first_row * tile.row_stride * bytes;
     const bool by_rows = tile.column_stride == 1;
     const int64_t step = (by_rows ? tile.row_stride : tile.column_stride) * bytes;
-    const uint32_t runs = by_rows ? operand.rows : tile.columns, length = by_rows ? tile.columns : operand.rows;
+    const uint32_t runs = by_rows ? operand.rows : tile.columns,
+                   length = by_rows ? tile.columns : operand.rows;
     if (by_rows || tile.row_stride == 1) {
         instruments.tile(base, length * kBytes[tile.type], runs, step, write, kBytes[tile.type], line);
         return;
     }
     for (uint32_t i = 0; i < length; ++i)
-        instruments.tile(base + i * tile.row_stride * bytes, kBytes[tile.type], runs, step, write, kBytes[tile.type], line);
+        instruments.tile(base + i * tile.row_stride * bytes, kBytes[tile.type], runs, step, write,
+                         kBytes[tile.type], line);
 }
 
 // Reads an operand into rows x columns, row by row.
@@ -105,11 +120,13 @@ void gather(const Operand& operand, std::vector<T>& to, uint32_t line) {
     held.resize(to.size());
     for (uint32_t lane = 0; lane < kSimdWidth; ++lane)
         as_type(operand.tiles[lane]->address, tile.type, [&](const auto* from) {
-            for (uint32_t i = 0; i < to.size() / kSimdWidth; ++i) held[place_of(lane, i)] = static_cast<T>(from[i]);
+            for (uint32_t i = 0; i < to.size() / kSimdWidth; ++i)
+                held[place_of(lane, i)] = static_cast<T>(from[i]);
         });
     if (as_held) return;
     for (uint32_t row = 0; row < operand.rows; ++row)
-        for (uint32_t column = 0; column < columns; ++column) to[row * columns + column] = held[column * held_columns + row];
+        for (uint32_t column = 0; column < columns; ++column)
+            to[row * columns + column] = held[column * held_columns + row];
 }
 
 template <class T>
@@ -133,8 +150,10 @@ void scatter(const Operand& operand, const std::vector<T>& from, uint32_t line) 
 
 template <class T>
 T fused(T x, T y, T sum) {
-    if constexpr (std::is_same_v<T, float>) return __builtin_fmaf(x, y, sum);
-    else return sum + x * y;
+    if constexpr (std::is_same_v<T, float>)
+        return __builtin_fmaf(x, y, sum);
+    else
+        return sum + x * y;
 }
 
 // c += a b, each element's sum from k = 0 on; kRows rows of kWide columns at a time stay in registers.
@@ -145,17 +164,20 @@ void multiply(const T* a, const T* b, T* c, uint32_t rows, uint32_t depth, uint3
     for (uint32_t row = 0; row < whole_rows; row += kRows)
         for (uint32_t first = 0; first < whole_columns; first += kWide) {
             T sums[kRows][kWide];
-            for (uint32_t r = 0; r < kRows; ++r) std::memcpy(sums[r], c + (row + r) * columns + first, sizeof sums[r]);
+            for (uint32_t r = 0; r < kRows; ++r)
+                std::memcpy(sums[r], c + (row + r) * columns + first, sizeof sums[r]);
             for (uint32_t k = 0; k < depth; ++k)
                 for (uint32_t r = 0; r < kRows; ++r)
                     for (uint32_t j = 0; j < kWide; ++j)
                         sums[r][j] = fused(a[(row + r) * depth + k], b[k * columns + first + j], sums[r][j]);
-            for (uint32_t r = 0; r < kRows; ++r) std::memcpy(c + (row + r) * columns + first, sums[r], sizeof sums[r]);
+            for (uint32_t r = 0; r < kRows; ++r)
+                std::memcpy(c + (row + r) * columns + first, sums[r], sizeof sums[r]);
         }
     for (uint32_t row = 0; row < rows; ++row)
         for (uint32_t column = row < whole_rows ? whole_columns : 0; column < columns; ++column)
             for (uint32_t k = 0; k < depth; ++k)
-                c[row * columns + column] = fused(a[row * depth + k], b[k * columns + column], c[row * columns + column]);
+                c[row * columns + column] =
+                    fused(a[row * depth + k], b[k * columns + column], c[row * columns + column]);
 }
 
 template <class T>
@@ -163,8 +185,10 @@ void run(const Operand& a, const Operand& b, const Operand& c, bool accumulate, 
     static thread_local std::vector<T> left, right, sum;
     gather(a, left, line);
     gather(b, right, line);
-    if (accumulate) gather(c, sum, line);
-    else sum.assign(static_cast<size_t>(c.rows) * c.tile().columns, T(0));
+    if (accumulate)
+        gather(c, sum, line);
+    else
+        sum.assign(static_cast<size_t>(c.rows) * c.tile().columns, T(0));
     multiply(left.data(), right.data(), sum.data(), c.rows, a.tile().columns, c.tile().columns);
     scatter(c, sum, line);
 }
@@ -178,8 +202,9 @@ bool fits(const msl_matmul& m, uint32_t line) {
     } operands[] = {{m.a, "left operand"}, {m.b, "right operand"}, {m.c, "destination"}};
     for (const auto& [tile, name] : operands)
         if (tile.rows > tile.row_limit || tile.columns > tile.column_limit) {
-            report(worker, Fault::kOutOfBounds, line, "the %s of matmul2d is %u x %u, over its tensor's extents of %u x %u", name,
-                   tile.rows, tile.columns, tile.row_limit, tile.column_limit);
+            report(worker, Fault::kOutOfBounds, line,
+                   "the %s of matmul2d is %u x %u, over its tensor's extents of %u x %u", name, tile.rows,
+                   tile.columns, tile.row_limit, tile.column_limit);
             return false;
         }
     if (m.a.columns == m.b.rows) return true;
@@ -198,11 +223,13 @@ extern "C" void msl_runtime_matmul(const msl_matmul* mine, uint32_t line) {
             return;
         }
         if (mine->simdgroups > 1 && mine->simdgroups != lane.worker->simd_count)
-            report(*lane.worker, Fault::kLaunch, line, "matmul2d of %u SIMD-groups runs in a threadgroup of %u",
-                   mine->simdgroups, lane.worker->simd_count);
+            report(*lane.worker, Fault::kLaunch, line,
+                   "matmul2d of %u SIMD-groups runs in a threadgroup of %u", mine->simdgroups,
+                   lane.worker->simd_count);
         if (!fits(*mine, line)) return;
         const uint32_t part = mine->c.in_registers ? mine->c.rows : mine->c.rows / mine->simdgroups;
-        Operand a{.first_row = 0, .rows = mine->a.rows}, b{.first_row = 0, .rows = mine->b.rows}, c{.first_row = 0, .rows = part};
+        Operand a{.first_row = 0, .rows = mine->a.rows}, b{.first_row = 0, .rows = mine->b.rows},
+            c{.first_row = 0, .rows = part};
         if (mine->simdgroups > 1) {
             a.first_row = c.first_row = simd.index * part;
             a.rows = part;
@@ -211,7 +238,9 @@ extern "C" void msl_runtime_matmul(const msl_matmul* mine, uint32_t line) {
             const auto* operands = static_cast<const msl_matmul*>(simd.operands[i]);
             a.tiles[i] = &operands->a, b.tiles[i] = &operands->b, c.tiles[i] = &operands->c;
         }
-        if (mine->c.type >= kInt8) run<int32_t>(a, b, c, mine->accumulate, line);
-        else run<float>(a, b, c, mine->accumulate, line);
+        if (mine->c.type >= kInt8)
+            run<int32_t>(a, b, c, mine->accumulate, line);
+        else
+            run<float>(a, b, c, mine->accumulate, line);
     });
 }

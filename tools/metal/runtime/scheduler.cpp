@@ -67,7 +67,8 @@ uint32_t pick(Worker& worker, uint32_t mask, uint32_t after) {
         }
         default: {
             const uint32_t turn = next_random(worker) & 31;
-            return (static_cast<uint32_t>(std::countr_zero(std::rotr(mask, static_cast<int>(turn)))) + turn) & 31;
+            return (static_cast<uint32_t>(std::countr_zero(std::rotr(mask, static_cast<int>(turn)))) + turn) &
+                   31;
         }
     }
 }
@@ -80,7 +81,8 @@ uint32_t pick(Worker& worker, uint32_t mask, uint32_t after) {
         return;
     }
     const SimdGroup& simd = worker.simds[pick(worker, worker.runnable_simds, lane.simd->index)];
-    const uint32_t first = worker.launch->order == Order::kReverse ? 0 : 31;  // so that pick starts from the end
+    const uint32_t first =
+        worker.launch->order == Order::kReverse ? 0 : 31;  // so that pick starts from the end
     Lane& next = worker.lanes[simd.index * kSimdWidth + pick(worker, simd.runnable, first)];
     msl_current = &next.thread;
     if (&next != &lane) msl_switch(&lane.stack_pointer, next.stack_pointer);
@@ -96,7 +98,8 @@ void leave(Lane& lane) {
         simd.finish(simd.work, simd, simd.generation & 1);
         release(simd, worker);
     }
-    if (worker.alive && worker.waiting == worker.alive) release_barrier(worker, worker.barrier_call & 0xffffff, 0);
+    if (worker.alive && worker.waiting == worker.alive)
+        release_barrier(worker, worker.barrier_call & 0xffffff, 0);
 }
 
 void start_lane() {
@@ -108,7 +111,8 @@ void start_lane() {
 }
 
 unsigned char* map(size_t bytes) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     return static_cast<unsigned char*>(memory);
 }
@@ -150,9 +154,11 @@ void make_lanes(Worker& worker, const uint32_t threads[3]) {
     }
 }
 
-// Points the fiber of a lane at its start. Stacks begin at different offsets, or all would share a few cache lines.
+// Points the fiber of a lane at its start. Stacks begin at different offsets, or all would share a few cache
+// lines.
 void wind_up(Worker& worker, uint32_t index) {
-    auto* top = reinterpret_cast<uint64_t*>(worker.stacks + (index + 1) * kStack - 64 - (index * 832) % 16384);
+    auto* top =
+        reinterpret_cast<uint64_t*>(worker.stacks + (index + 1) * kStack - 64 - (index * 832) % 16384);
     *--top = 0;
     *--top = reinterpret_cast<uint64_t>(&start_lane);
     worker.lanes[index].stack_pointer = top - 6;
@@ -162,7 +168,8 @@ void wind_up(Worker& worker, uint32_t index) {
 unsigned char* give_memory(Worker& worker, uint64_t bytes, uint32_t align) {
     const uint32_t begin = (worker.memory_used + align - 1) & ~(align - 1);
     if (begin + bytes + kGap > kArena) {
-        report(worker, Fault::kMemory, 0, "a threadgroup wants %u bytes of threadgroup memory; the limit is %u",
+        report(worker, Fault::kMemory, 0,
+               "a threadgroup wants %u bytes of threadgroup memory; the limit is %u",
                static_cast<uint32_t>(worker.memory_bytes + bytes), kThreadgroupMemory);
         stop_dispatch(worker);
     }
@@ -199,7 +206,8 @@ void begin_group(Worker& worker, const uint32_t position[3]) {
     std::fill(worker.declared_at.begin(), worker.declared_at.end(), kNowhere);
     if (kInstrumented) worker.instruments->begin_group();
     for (uint32_t i = 0; i < launch.threadgroup_count; ++i)
-        group.threadgroup_buffers[i] = reinterpret_cast<uint64_t>(give_memory(worker, launch.threadgroup_bytes[i], 16));
+        group.threadgroup_buffers[i] =
+            reinterpret_cast<uint64_t>(give_memory(worker, launch.threadgroup_bytes[i], 16));
     worker.waiting = 0;
     worker.alive = worker.thread_count;
     worker.threadgroup_epoch++;
@@ -222,9 +230,11 @@ void check_end(Worker& worker) {
         }
         worker.broken = true;
         report(worker, Fault::kDivergence, worker.waiting ? worker.barrier_call & 0xffffff : line,
-               "threads wait for each other for ever: %u at the threadgroup_barrier of line %u, %u at the SIMD-group "
+               "threads wait for each other for ever: %u at the threadgroup_barrier of line %u, %u at the "
+               "SIMD-group "
                "operation of line %u, %u have returned",
-               worker.waiting, worker.barrier_call & 0xffffff, meeting, line, worker.thread_count - worker.alive);
+               worker.waiting, worker.barrier_call & 0xffffff, meeting, line,
+               worker.thread_count - worker.alive);
         return;
     }
     for (const Lane& lane : worker.lanes) {
@@ -269,7 +279,8 @@ void release(SimdGroup& simd, Worker& worker) {
 
 void release_barrier(Worker& worker, uint32_t line, uint32_t flags) {
     if (worker.alive != worker.thread_count)
-        report(worker, Fault::kDivergence, line, "%u of the %u threads returned before the threadgroup_barrier of line %u",
+        report(worker, Fault::kDivergence, line,
+               "%u of the %u threads returned before the threadgroup_barrier of line %u",
                worker.thread_count - worker.alive, worker.thread_count, line);
     worker.waiting = 0;
     worker.barriers++;
@@ -286,7 +297,8 @@ void report_divergence(const SimdGroup& simd, uint32_t call) {
     Worker& worker = *current_lane().worker;
     const uint32_t line = call & 0xffffff, other = simd.call & 0xffffff;
     report(worker, Fault::kDivergence, line,
-           "lanes of one SIMD-group are at the SIMD-group operations of lines %u and %u: all lanes must come to one",
+           "lanes of one SIMD-group are at the SIMD-group operations of lines %u and %u: all lanes must come "
+           "to one",
            std::min(line, other), std::max(line, other));
 }
 
@@ -302,8 +314,9 @@ void run_group(Worker& worker, const uint32_t position[3]) {
     check_end(worker);
     worker.memory_most = std::max(worker.memory_most, worker.memory_bytes);
     if (worker.memory_bytes > kThreadgroupMemory)
-        report(worker, Fault::kMemory, 0, "a threadgroup holds %u bytes of threadgroup memory; the limit is %u",
-               worker.memory_bytes, kThreadgroupMemory);
+        report(worker, Fault::kMemory, 0,
+               "a threadgroup holds %u bytes of threadgroup memory; the limit is %u", worker.memory_bytes,
+               kThreadgroupMemory);
 }
 
 }  // namespace lily::metal
@@ -316,10 +329,13 @@ void msl_runtime_barrier(uint32_t flags, uint32_t line) {
     Lane& lane = current_lane();
     Worker& worker = *lane.worker;
     const uint32_t call = call_at(Call::kBarrier, line);
-    if (worker.waiting == 0) worker.barrier_call = call;
+    if (worker.waiting == 0)
+        worker.barrier_call = call;
     else if (worker.barrier_call != call)
-        report(worker, Fault::kDivergence, line, "threads of one group are at the threadgroup_barriers of lines %u and %u",
-               std::min(line, worker.barrier_call & 0xffffff), std::max(line, worker.barrier_call & 0xffffff));
+        report(worker, Fault::kDivergence, line,
+               "threads of one group are at the threadgroup_barriers of lines %u and %u",
+               std::min(line, worker.barrier_call & 0xffffff),
+               std::max(line, worker.barrier_call & 0xffffff));
     if (++worker.waiting == worker.alive) {
         release_barrier(worker, line, flags);
         return;

@@ -20,10 +20,13 @@ Touch joined(const Touch& before, const Touch& now, bool groups_apart) {
     Touch both = now;
     if (!(before.flags & Touch::kSome)) return both;
     if (!(before.flags & Touch::kAtomic)) both.flags &= static_cast<uint8_t>(~Touch::kAtomic);
-    if (groups_apart && (before.flags & Touch::kGroups || before.group != now.group)) both.flags |= Touch::kGroups;
+    if (groups_apart && (before.flags & Touch::kGroups || before.group != now.group))
+        both.flags |= Touch::kGroups;
     if (before.group != now.group || before.epoch != now.epoch) return both;
-    if (before.flags & Touch::kSimds || before.simd != now.simd) both.flags |= Touch::kSimds;
-    else if (before.flags & Touch::kWholeSimd || before.thread != now.thread) both.flags |= Touch::kWholeSimd;
+    if (before.flags & Touch::kSimds || before.simd != now.simd)
+        both.flags |= Touch::kSimds;
+    else if (before.flags & Touch::kWholeSimd || before.thread != now.thread)
+        both.flags |= Touch::kWholeSimd;
     return both;
 }
 
@@ -67,7 +70,8 @@ void TrackedMemory::track(const void* data, uint64_t bytes, bool defined) {
 void TrackedMemory::define(const void* data, uint64_t bytes) {
     uint64_t offset = 0;
     Piece* piece = find(reinterpret_cast<uint64_t>(data), offset);
-    if (piece && !piece->all_defined) set_bits(piece->defined.data(), offset, std::min(bytes, piece->bytes - offset));
+    if (piece && !piece->all_defined)
+        set_bits(piece->defined.data(), offset, std::min(bytes, piece->bytes - offset));
 }
 
 void TrackedMemory::forget(const void* data) {

@@ -13,11 +13,11 @@ constexpr uint64_t kPageBytes = 4096;
 // Who touched a byte, and how far the barriers had come then.
 struct Touch {
     enum Flag : uint8_t {
-        kSome = 1,        // there was an access
-        kAtomic = 2,      // by atomics only
-        kWholeSimd = 4,   // several lanes of one SIMD-group
-        kSimds = 8,       // several SIMD-groups of one threadgroup
-        kGroups = 16,     // several threadgroups
+        kSome = 1,       // there was an access
+        kAtomic = 2,     // by atomics only
+        kWholeSimd = 4,  // several lanes of one SIMD-group
+        kSimds = 8,      // several SIMD-groups of one threadgroup
+        kGroups = 16,    // several threadgroups
     };
     uint32_t group = 0;
     uint32_t epoch = 0;       // threadgroup_barriers that order this memory
@@ -28,8 +28,8 @@ struct Touch {
     uint8_t flags = 0;
 };
 
-// Whether nothing orders two touches of one byte, at least one of them a write. `groups_apart`: the memory is shared by
-// threadgroups, between which nothing orders.
+// Whether nothing orders two touches of one byte, at least one of them a write. `groups_apart`: the memory is
+// shared by threadgroups, between which nothing orders.
 bool unordered(const Touch& before, const Touch& now, bool groups_apart);
 
 // What stands for several readers at once.
@@ -46,8 +46,8 @@ class Page {
     uint64_t read[kPageBytes / 64] = {};
     uint64_t written[kPageBytes / 64] = {};
 
-    // The cells of `bytes` bytes from `offset` on. Cells start out as four bytes and are split when something smaller,
-    // or something that lies across, is touched.
+    // The cells of `bytes` bytes from `offset` on. Cells start out as four bytes and are split when something
+    // smaller, or something that lies across, is touched.
     Cell* cells(uint32_t offset, uint32_t bytes, uint32_t& count);
 
    private:

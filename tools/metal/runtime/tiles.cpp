@@ -18,17 +18,26 @@ constexpr int kSide = 8;
 
 float read(const void* from, uint32_t type, int64_t index) {
     switch (type) {
-        case kFloat: return static_cast<const float*>(from)[index];
-        case kHalf: return static_cast<float>(static_cast<const _Float16*>(from)[index]);
-        default: return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[index]) << 16);
+        case kFloat:
+            return static_cast<const float*>(from)[index];
+        case kHalf:
+            return static_cast<float>(static_cast<const _Float16*>(from)[index]);
+        default:
+            return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[index])
+                                        << 16);
     }
 }
 
 void write(void* to, uint32_t type, int64_t index, float value) {
     switch (type) {
-        case kFloat: static_cast<float*>(to)[index] = value; break;
-        case kHalf: static_cast<_Float16*>(to)[index] = static_cast<_Float16>(value); break;
-        default: static_cast<__bf16*>(to)[index] = __truncsfbf2(value);
+        case kFloat:
+            static_cast<float*>(to)[index] = value;
+            break;
+        case kHalf:
+            static_cast<_Float16*>(to)[index] = static_cast<_Float16>(value);
+            break;
+        default:
+            static_cast<__bf16*>(to)[index] = __truncsfbf2(value);
     }
 }
 
@@ -44,7 +53,7 @@ uint32_t bytes_of(uint32_t type) {
 
 float* matrix(SimdGroup& simd, uint32_t id) {
     if (!simd.matrices) {
-        simd.matrices = static_cast<float(*)[64]>(std::malloc(sizeof(float[64]) * MSL_MATRICES));
+        simd.matrices = static_cast<float (*)[64]>(std::malloc(sizeof(float[64]) * MSL_MATRICES));
         if (!simd.matrices) std::abort();
     }
     return simd.matrices[id];
@@ -63,8 +72,8 @@ const float* operand(SimdGroup& simd, uint32_t id, const char* name, uint32_t li
 
 void note(const void* address, uint32_t type, int64_t stride, bool write, uint32_t line) {
     if (kInstrumented)
-        current_lane().worker->instruments->tile(address, kSide * bytes_of(type), kSide, stride * bytes_of(type), write,
-                                                 bytes_of(type), line);
+        current_lane().worker->instruments->tile(address, kSide * bytes_of(type), kSide,
+                                                 stride * bytes_of(type), write, bytes_of(type), line);
 }
 
 using Row = float __attribute__((vector_size(32)));
@@ -97,7 +106,8 @@ struct AppleOperands {
 
 extern "C" {
 
-// Instrumented code's way to simdgroup_matrix.h's msl_my_turn: all lanes meet, and the last to come does the work.
+// Instrumented code's way to simdgroup_matrix.h's msl_my_turn: all lanes meet, and the last to come does the
+// work.
 uint32_t msl_runtime_matrix_turn(const void* address, uint64_t stride, uint32_t line) {
     Lane& lane = current_lane();
     bool last = false;
@@ -131,19 +141,20 @@ void msl_runtime_matrix_copy(uint32_t to, uint32_t from) {
     if (empty) simd.filled[to / 64] &= ~(1ull << to % 64);
 }
 
-void msl_runtime_matrix_load(uint32_t to, const void* from, uint32_t type, uint64_t stride, uint32_t transpose,
-                             uint32_t line) {
+void msl_runtime_matrix_load(uint32_t to, const void* from, uint32_t type, uint64_t stride,
+                             uint32_t transpose, uint32_t line) {
     float* m = filled(*current_lane().simd, to);
     const auto step = static_cast<int64_t>(stride);
     note(from, type, step, false, line);
     for (int row = 0; row < kSide; ++row) {
         for (int column = 0; column < kSide; ++column)
-            m[transpose ? column * kSide + row : row * kSide + column] = read(from, type, row * step + column);
+            m[transpose ? column * kSide + row : row * kSide + column] =
+                read(from, type, row * step + column);
     }
 }
 
 void msl_runtime_matrix_store(uint32_t from, void* to, uint32_t type, uint64_t stride, uint32_t transpose,
-                             uint32_t line) {
+                              uint32_t line) {
     const float* m = operand(*current_lane().simd, from, "the stored matrix", line);
     const auto step = static_cast<int64_t>(stride);
     note(to, type, step, true, line);
@@ -153,7 +164,8 @@ void msl_runtime_matrix_store(uint32_t from, void* to, uint32_t type, uint64_t s
     }
 }
 
-void msl_runtime_matrix_multiply(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t type, uint32_t line) {
+void msl_runtime_matrix_multiply(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t type,
+                                 uint32_t line) {
     SimdGroup& simd = *current_lane().simd;
     const float* left = operand(simd, a, "the left operand", line);
     const float* right = operand(simd, b, "the right operand", line);
@@ -175,7 +187,8 @@ void msl_runtime_apple_multiply(float* to, const float* from, uint32_t line) {
             uint32_t row, column;
             apple_place(i, row, column);
             const auto* held = static_cast<const AppleOperands*>(simd.operands[i]);
-            for (int part = 0; part < 3; ++part) std::memcpy(&whole[part][row * kSide + column], held->values + 2 * part, 8);
+            for (int part = 0; part < 3; ++part)
+                std::memcpy(&whole[part][row * kSide + column], held->values + 2 * part, 8);
         }
         multiply(whole[2], whole[0], whole[1], whole[2]);
         for (uint32_t i = 0; i < kSimdWidth; ++i) {
