@@ -1,7 +1,8 @@
-// Attention between its projections: q and k norms, RoPE and the append; attention over spans of positions, and their
-// merge; attention of many rows at once in matrix tiles; the gate. Keys and values lie in pages of 256 positions,
-// (G, 256, Dh) each, of which a table has the addresses. Every sum runs over a grid of positions that starts at 0 and
-// does not depend on the other rows of a dispatch, so a row's bits do not either.
+// Attention between its projections: q and k norms, RoPE and the append; attention over spans of
+// positions, and their merge; attention of many rows at once in matrix tiles; the gate. Keys and values
+// lie in pages of 256 positions, (G, 256, Dh) each, of which a table has the addresses. Every sum runs
+// over a grid of positions that starts at 0 and does not depend on the other rows of a dispatch, so a
+// row's bits do not either.
 #include "fragment.h"
 #include "norm.h"
 #include "quant.h"
@@ -20,15 +21,17 @@ struct Page {
     device uchar* data;
 };
 
-// A head's key at a position. Those of later positions of the page follow it; its value lies p.plane numbers further.
+// A head's key at a position. Those of later positions of the page follow it; its value lies p.plane
+// numbers further.
 template <typename KV>
-METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head, uint position) {
+METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head,
+                             uint position) {
     device KV* layer = (device KV*)pages[position / kPage].data + 2 * p.layer * p.plane;
     return layer + (kv_head * kPage + position % kPage) * p.head_dim;
 }
 
-// A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N consecutive dimensions,
-// zeros past Dh. turns: (R / 2), cosine and sine of the row's position.
+// A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N
+// consecutive dimensions, zeros past Dh. turns: (R / 2), cosine and sine of the row's position.
 template <ushort N>
 METAL_FUNC void normed(device const float* in, device const float* norm, device const float2* turns,
                        constant args::Attention& p, ushort lane, thread float* out) {
@@ -53,15 +56,16 @@ METAL_FUNC void normed(device const float* in, device const float* norm, device 
     }
 }
 
-// A lane's N consecutive numbers of a row of Dh, zeros past its end: one 16-byte load if wide, which needs Dh = 32 N and
-// N = 8 numbers of 2 bytes.
+// A lane's N consecutive numbers of a row of Dh, zeros past its end: one 16-byte load if wide, which needs
+// Dh = 32 N and N = 8 numbers of 2 bytes.
 template <bool kWide, ushort N, typename T>
 METAL_FUNC void load(device const T* row, uint Dh, ushort lane, thread float* x) {
     if (kWide) {
-        const uint4 words = ((device const uint4*)row)[lane];
-        for (ushort i = 0; i < 4; ++i) {  // a bfloat is the upper half of a float
-            x[2 * i] = as_type<float>(words[i] << 16);
-            x[2 * i + 1] = as_type<float>(words[i] & 0xffff0000u);
+        const uint4 pairs = ((device const uint4*)row)[lane];  // a bfloat is the upper half of a float
+        const float4 even = as_type<float4>(pairs << 16), odd = as_type<float4>(pairs & 0xffff0000u);
+        for (ushort i = 0; i < 4; ++i) {
+            x[2 * i] = even[i];
+            x[2 * i + 1] = odd[i];
         }
     } else {
         for (ushort i = 0; i < N; ++i) x[i] = lane * N + i < Dh ? float(row[lane * N + i]) : 0.0f;
@@ -70,9 +74,9 @@ METAL_FUNC void load(device const T* row, uint Dh, ushort lane, thread float* x)
 
 }  // namespace
 
-// attn_mix of several rows of a sequence, first part: a SIMD-group norms and turns one key/value head's key of one token,
-// and writes it and the value into their page. Rows past the last token write zeros, which the matrix tiles of
-// attn_mix_flash multiply by zeros. The grid is (G, tokens + cleared).
+// attn_mix of several rows of a sequence, first part: a SIMD-group norms and turns one key/value head's
+// key of one token, and writes it and the value into their page. Rows past the last token write zeros,
+// which the matrix tiles of attn_mix_flash multiply by zeros. The grid is (G, tokens + cleared).
 template <typename KV, ushort N>
 [[kernel]] void attn_mix_place(constant args::Attention& p             [[buffer(0)]],
                                device const float* k                   [[buffer(1)]],  // (tokens, G, Dh)
@@ -101,13 +105,14 @@ template <typename KV, ushort N>
     }
 }
 
-// attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one key/value head, each
-// load of a key and a value serving all of them. The prologue norms and turns the queries. Where the dispatch appends, the
-// threadgroups of the last span make the row's own key as well and take it from threadgroup memory; the one of the first
-// heads writes it into its page, which no other reads there. SIMD-groups take every fourth run of kKeys positions, a lane
-// N consecutive dimensions: one maximum, and one scaling of what is summed, a run. A row of one span is gated and finished
-// here, others leave [maximum, sum, Dh unnormalised values] for attn_mix_merge.
-// The grid is (spans, G times blocks of heads, rows), so that a long context fills the GPU at one row.
+// attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one
+// key/value head, each load of a key and a value serving all of them. The prologue norms and turns the
+// queries. Where the dispatch appends, the threadgroups of the last span make the row's own key as well
+// and take it from threadgroup memory; the one of the first heads writes it into its page, which no other
+// reads there. SIMD-groups take every fourth run of kKeys positions, a lane N consecutive dimensions: one
+// maximum, and one scaling of what is summed, a run. A row of one span is gated and finished here, others
+// leave [maximum, sum, Dh unnormalised values] for attn_mix_merge. The grid is (spans, G times blocks of
+// heads, rows), so that a long context fills the GPU at one row.
 template <typename KV, ushort N, ushort kHeads, bool kWide>
 [[kernel]] void attn_mix_split(constant args::Attention& p             [[buffer(0)]],
                                device const float* qg                  [[buffer(1)]],  // (rows, H, 2, Dh)
@@ -116,9 +121,9 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
                                device const float* q_norm              [[buffer(4)]],  // (Dh)
                                device const float* k_norm              [[buffer(5)]],  // (Dh)
                                device const float2* turns              [[buffer(6)]],  // (rows, R / 2)
-                               device const args::Sequence* sequences  [[buffer(7)]],  // (rows) if it appends, else (1)
+                               device const args::Sequence* sequences  [[buffer(7)]],  // (rows or 1)
                                device const Page* tables               [[buffer(8)]],  // (as many, p.pages)
-                               device float* partial                   [[buffer(9)]],  // (rows, H, p.spans, Dh + 2)
+                               device float* partial                   [[buffer(9)]],  // (rows, H, spans, Dh + 2)
                                device float* mixed                     [[buffer(10)]], // (rows, y_stride)
                                uint3 group                             [[threadgroup_position_in_grid]],
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
@@ -234,7 +239,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         }
         for (uint d = lane; d < Dh; d += kSimd) {
             float value = 0;
-            for (ushort s = 0; s < kSimds; ++s) value = fma(parts[(s * kHeads + h) * kWidth + d], weight[s], value);
+            for (ushort s = 0; s < kSimds; ++s)
+                value = fma(parts[(s * kHeads + h) * kWidth + d], weight[s], value);
             if (finished) {
                 mixed[row * p.y_stride + (head - row * p.heads) * Dh + d] =
                     value / sum * sigmoid(qg[(head * 2 + 1) * Dh + d]);
@@ -245,12 +251,12 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     }
 }
 
-// attn_mix, decode of long contexts, second part: puts the spans of a head together in their order, divides, and applies
-// the gate. A threadgroup takes one head of one row, a thread every 256th dimension: the maxima and sums of all spans,
-// which each thread reads anew, are few. The grid is (H, rows).
+// attn_mix, decode of long contexts, second part: puts the spans of a head together in their order,
+// divides, and applies the gate. A threadgroup takes one head of one row, a thread every 256th dimension:
+// the maxima and sums of all spans, which each thread reads anew, are few. The grid is (H, rows).
 [[kernel]] void attn_mix_merge(constant args::Attention& p             [[buffer(0)]],
-                               device const args::Sequence* sequences  [[buffer(1)]],  // (rows) if it appends, else (1)
-                               device const float* partial             [[buffer(2)]],  // (rows, H, p.spans, Dh + 2)
+                               device const args::Sequence* sequences  [[buffer(1)]],  // (rows or 1)
+                               device const float* partial             [[buffer(2)]],  // (rows, H, spans, Dh + 2)
                                device const float* qg                  [[buffer(3)]],  // (rows, H, 2, Dh)
                                device float* mixed                     [[buffer(4)]],  // (rows, y_stride)
                                uint2 group                             [[threadgroup_position_in_grid]],
@@ -263,7 +269,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     device const float* in = partial + (row * p.heads + head) * p.spans * result;
     float highest = -INFINITY, sum = 0;
     for (uint s = 0; s < spans; ++s) highest = max(highest, in[s * result]);
-    for (uint s = 0; s < spans; ++s) sum = fma(in[s * result + 1], precise::exp(in[s * result] - highest), sum);
+    for (uint s = 0; s < spans; ++s)
+        sum = fma(in[s * result + 1], precise::exp(in[s * result] - highest), sum);
     for (uint d = thread_index; d < Dh; d += threads) {
         float value = 0;
         for (uint s = 0; s < spans; ++s)
@@ -273,13 +280,15 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     }
 }
 
-// attn_mix of many rows of a sequence, second part: a threadgroup takes kRows query rows that share a key/value head, its
-// heads token by token, and walks the positions in blocks of kBlock from 0, with a softmax that keeps a running maximum
-// and sum. Scores and results go through fragments of bf16 with float32 sums: a SIMD-group makes the scores of every row
-// with a quarter of the block's keys, then the results of every row in a quarter of the dimensions, so that it alone reads
-// those keys and values, straight from their page; between the two, four threads a row turn scores into bf16 shares in
-// threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row leaves it as it was.
-// The grid is (tiles of rows, G). Threadgroup memory: 30 KB at Dh = 256, most of it the queries.
+// attn_mix of many rows of a sequence, second part: a threadgroup takes kRows query rows that share a
+// key/value head, its heads token by token, and walks the positions in blocks of kBlock from 0, with a
+// softmax that keeps a running maximum and sum. Scores and results go through fragments of bf16 with
+// float32 sums: a SIMD-group makes the scores of every row with a quarter of the block's keys, then the
+// results of every row in a quarter of the dimensions, so that it alone reads those keys and values,
+// straight from their page; between the two, four threads a row turn scores into bf16 shares in
+// threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row
+// leaves it as it was. The grid is (tiles of rows, G). Threadgroup memory: 30 KB at Dh = 256, most of it
+// the queries.
 template <ushort Dh>
 [[kernel]] void attn_mix_flash(constant args::Attention& p             [[buffer(0)]],
                                device const float* qg                  [[buffer(1)]],  // (tokens, H, 2, Dh)
@@ -293,10 +302,12 @@ template <ushort Dh>
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
                                ushort lane                             [[thread_index_in_simdgroup]]) {
     constexpr ushort N = Dh / kSimd, kThreadsOfRow = kSimds * kSimd / kRows;
-    constexpr ushort kRowTiles = kRows / kTile, kKeyTiles = kBlock / kSimds / kTile, kTiles = Dh / kSimds / kTile;
-    constexpr ushort kQueryStride = Dh + 8, kScoreStride = kBlock + 4, kShareStride = kBlock + 8;  // off equal banks
+    constexpr ushort kRowTiles = kRows / kTile, kKeyTiles = kBlock / kSimds / kTile;
+    constexpr ushort kColumns = Dh / kSimds, kTiles = kColumns / kTile;
+    constexpr ushort kQueryStride = Dh + 8, kScoreStride = kBlock + 4, kShareStride = kBlock + 8;
     threadgroup bfloat queries[kRows * kQueryStride], shares[kRows * kShareStride];
-    threadgroup float scores[kRows * kScoreStride], shrinks[kRowTiles * kSquare], totals[kRows];
+    threadgroup float scores[kRows * kScoreStride], totals[kRows];
+    threadgroup float shrinks[kRowTiles * kSquare];  // a diagonal matrix for each tile of rows
 
     const uint shared = p.heads / p.kv_heads, rows = p.tokens * shared, kv_head = group.y;
     const uint first = group.x * kRows, last = min(first + kRows, rows) - 1;
@@ -308,7 +319,7 @@ template <ushort Dh>
         for (ushort i = 0; i < N; ++i)  // so that exp2 of a score is what exp of the unscaled one would be
             queries[r * kQueryStride + lane * N + i] = bfloat(x[i] * precise::rsqrt(float(Dh)) * M_LOG2E_F);
     }
-    for (ushort i = thread_index; i < kRowTiles * kSquare; i += kSimds * kSimd) shrinks[i] = 0;  // but for diagonals
+    for (ushort i = thread_index; i < kRowTiles * kSquare; i += kSimds * kSimd) shrinks[i] = 0;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const ushort row = thread_index / kThreadsOfRow, part = thread_index % kThreadsOfRow;  // of the softmax
@@ -336,7 +347,8 @@ template <ushort Dh>
         }
         for (ushort r = 0; r < kRowTiles; ++r)
             for (ushort c = 0; c < kKeyTiles; ++c)
-                simdgroup_store(score[r][c], scores + r * kTile * kScoreStride + column + c * kTile, kScoreStride);
+                simdgroup_store(score[r][c], scores + r * kTile * kScoreStride + column + c * kTile,
+                                kScoreStride);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float x[kBlock / kThreadsOfRow], highest = top, sum = 0;
@@ -345,7 +357,8 @@ template <ushort Dh>
             x[i] = begin + c < seen ? scores[row * kScoreStride + c] : -INFINITY;
             highest = max(highest, x[i]);
         }
-        for (ushort step = 1; step < kThreadsOfRow; step *= 2) highest = max(highest, simd_shuffle_xor(highest, step));
+        for (ushort step = 1; step < kThreadsOfRow; step *= 2)
+            highest = max(highest, simd_shuffle_xor(highest, step));
         for (ushort i = 0; i < kBlock / kThreadsOfRow; ++i) {
             const bfloat share = bfloat(precise::exp2(x[i] - highest));
             shares[row * kShareStride + i * kThreadsOfRow + part] = share;
@@ -380,8 +393,7 @@ template <ushort Dh>
     }
     if (part == 0) totals[row] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    constexpr ushort kColumns = Dh / kSimds;
-    threadgroup float* own = scores + simd * kTile * kColumns;  // eight rows of this SIMD-group's dimensions at a time
+    threadgroup float* own = scores + simd * kTile * kColumns;  // a tile of rows, of its own dimensions
     for (ushort r = 0; r < kRowTiles; ++r) {
         for (ushort d = 0; d < kTiles; ++d) simdgroup_store(y[r][d], own + d * kTile, kColumns);
         simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -396,8 +408,9 @@ template <ushort Dh>
     }
 }
 
-#define instantiate_attn_mix_place(name, KV, n) \
-    template [[host_name("attn_mix_place_" #name "_" #n)]] [[kernel]] decltype(attn_mix_place<KV, n>) attn_mix_place<KV, n>;
+#define instantiate_attn_mix_place(name, KV, n)                         \
+    template [[host_name("attn_mix_place_" #name "_" #n)]] [[kernel]] \
+    decltype(attn_mix_place<KV, n>) attn_mix_place<KV, n>;
 #define instantiate_attn_mix_split(name, KV, n, heads, wide)                                     \
     template [[host_name("attn_mix_split_" #name "_" #n "_" #heads "_" #wide)]] [[kernel]]       \
     decltype(attn_mix_split<KV, n, heads, wide>) attn_mix_split<KV, n, heads, wide>;
@@ -416,8 +429,9 @@ instantiate_attn_mix(f32, float, 8)
 instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
 instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
 
-#define instantiate_attn_mix_flash(dims) \
-    template [[host_name("attn_mix_flash_" #dims)]] [[kernel]] decltype(attn_mix_flash<dims>) attn_mix_flash<dims>;
+#define instantiate_attn_mix_flash(dims)                        \
+    template [[host_name("attn_mix_flash_" #dims)]] [[kernel]] \
+    decltype(attn_mix_flash<dims>) attn_mix_flash<dims>;
 instantiate_attn_mix_flash(64)
 instantiate_attn_mix_flash(128)
 instantiate_attn_mix_flash(256)

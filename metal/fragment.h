@@ -1,5 +1,6 @@
-// 8 x 8 fragments of matrices, which a SIMD-group holds together. Metal does not say which lane holds which element, so
-// fragments are loaded, multiplied and stored whole; a diagonal one scales the rows of another.
+// 8 x 8 fragments of matrices, which a SIMD-group holds together. Metal does not say which lane holds
+// which element, so fragments are loaded, multiplied and stored whole; a diagonal one scales the rows of
+// another.
 #pragma once
 
 #include <metal_simdgroup_matrix>

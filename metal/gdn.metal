@@ -1,5 +1,6 @@
-// Gated DeltaNet between its projections, token after token: one kernel for a few tokens of many sequences, and for many
-// tokens of one a kernel that convolves, norms and makes the gates, with two scans behind it. gdn_chunk.metal has a third.
+// Gated DeltaNet between its projections, token after token: one kernel for a few tokens of many
+// sequences, and for many tokens of one a kernel that convolves, norms and makes the gates, with two scans
+// behind it. gdn_chunk.metal has a third.
 //
 // The rule, for each token:  m = S k;  d = beta (v - decay m);  S = decay S + d k;  y = S q.
 #include "norm.h"
@@ -9,7 +10,7 @@ using namespace lily;
 
 namespace {
 
-constant constexpr ushort kValues = 64;      // rows of S that a threadgroup of gdn_mix_step takes: half a head of the 35B
+constant constexpr ushort kValues = 64;      // rows of S that a threadgroup of gdn_mix_step takes
 constant constexpr ushort kLanesOfRow = 4;   // lanes that share a row of S
 constant constexpr ushort kRowsOfLanes = kSimd / kLanesOfRow;
 constant constexpr uint kMaxKeyDim = 256;
@@ -20,16 +21,19 @@ METAL_FUNC uint channels_of(constant args::GdnMix& p) {
 }
 
 // Row t of q, k and v before the convolution; rows before the first token are in the state.
-METAL_FUNC float history(device const float* qkv, device const float* conv, uint channels, uint taps, int t, uint channel) {
+METAL_FUNC float history(device const float* qkv, device const float* conv, uint channels, uint taps, int t,
+                         uint channel) {
     return t >= 0 ? qkv[uint(t) * channels + channel] : conv[uint(t + int(taps) - 1) * channels + channel];
 }
 
-// A channel of token t, convolved and activated. weight: (channels, taps), the last tap for the token itself.
-METAL_FUNC float convolved(device const float* qkv, device const float* conv, device const float* weight, uint channels,
-                           uint taps, uint t, uint channel) {
+// A channel of token t, convolved and activated. weight: (channels, taps), the last tap for the token
+// itself.
+METAL_FUNC float convolved(device const float* qkv, device const float* conv, device const float* weight,
+                           uint channels, uint taps, uint t, uint channel) {
     float sum = 0;
     for (uint j = 0; j < taps; ++j)
-        sum = fma(history(qkv, conv, channels, taps, int(t + j) - int(taps) + 1, channel), weight[channel * taps + j], sum);
+        sum = fma(history(qkv, conv, channels, taps, int(t + j) - int(taps) + 1, channel),
+                  weight[channel * taps + j], sum);
     return silu(sum);
 }
 
@@ -39,14 +43,23 @@ METAL_FUNC float softplus(float x) {
     return max(x, 0.0f) + (e < 1e-3f ? e - 0.5f * e * e + e * e * e / 3.0f : precise::log(1.0f + e));
 }
 
+// The sum over kLanes neighbouring lanes, in each of them.
+template <ushort kLanes>
+METAL_FUNC float lanes_sum(float x) {
+    if (kLanes == kSimd) return simd_sum(x);
+    for (ushort step = 1; step < kLanes; step *= 2) x += simd_shuffle_xor(x, step);
+    return x;
+}
+
 }  // namespace
 
-// gdn_mix of a few tokens: convolution, norms, gates and the rule in one kernel, with S k and S q from one pass over S:
-// y = decay S q + d (k . q). A threadgroup has kValues rows of one head's S, a SIMD-group eight of them, four lanes a row,
-// each with N = Dk / 4 numbers in registers from the first token to the last: S is read once and written once. It convolves
-// what it needs of q, k and v; the last rows before the convolution go to the next state, those of q and k from the first
-// value head of a key head. The grid is (blocks of a head's rows, value heads, sequences): 64 threadgroups a token of the
-// 35B, where one a head would leave cores idle.
+// gdn_mix of a few tokens: convolution, norms, gates and the rule in one kernel, with S k and S q from one
+// pass over S: y = decay S q + d (k . q). A threadgroup has kValues rows of one head's S, a SIMD-group
+// eight of them, four lanes a row, each with N = Dk / 4 numbers in registers from the first token to the
+// last: S is read once and written once. It convolves what it needs of q, k and v; the last rows before
+// the convolution go to the next state, those of q and k from the first value head of a key head. The grid
+// is (blocks of a head's rows, value heads, sequences): 64 threadgroups a token of the 35B, where one a
+// head would leave cores idle.
 template <ushort N>
 [[kernel]] void gdn_mix_step(constant args::GdnMix& p                [[buffer(0)]],
                              device const float* all_qkv             [[buffer(1)]],  // (T, channels)
@@ -67,12 +80,13 @@ template <ushort N>
 
     const uint Dk = p.key_dim, Dv = p.value_dim, C = p.taps, share = p.value_heads / p.key_heads;
     const uint head = group.y, key_head = head / share, first_value = group.x * kValues;
-    const uint keys = p.key_heads * Dk, channels = channels_of(p), values = min(uint(kValues), Dv - first_value);
+    const uint keys = p.key_heads * Dk, channels = channels_of(p);
+    const uint values = min(uint(kValues), Dv - first_value);
     const uint tokens = sequences[group.z].tokens, first_row = sequences[group.z].row;
     device const float* qkv = all_qkv + first_row * channels;
-    device const float* conv_in = sequences[group.z].now + p.layer * p.state;  // (C - 1, channels), then S (Hv, Dv, Dk)
+    device const float* conv_in = sequences[group.z].now + p.layer * p.state;  // (C - 1, channels)
     device float* conv_out = sequences[group.z].next + p.layer * p.state;
-    device const float* S_in = conv_in + (C - 1) * channels;
+    device const float* S_in = conv_in + (C - 1) * channels;  // (Hv, Dv, Dk)
     device float* S_out = conv_out + (C - 1) * channels;
 
     const uint row = simd * kRowsOfLanes + lane / kLanesOfRow;  // of this threadgroup's rows of S
@@ -122,10 +136,8 @@ template <ushort N>
             Sk = fma(S[i], k[part + i], Sk);
             Sq = fma(S[i], q[part + i], Sq);
         }
-        for (ushort step = 1; step < kLanesOfRow; step *= 2) {
-            Sk += simd_shuffle_xor(Sk, step);
-            Sq += simd_shuffle_xor(Sq, step);
-        }
+        Sk = lanes_sum<kLanesOfRow>(Sk);
+        Sq = lanes_sum<kLanesOfRow>(Sq);
         const float d = (present ? fma(-decay, Sk * scales[1], v[row]) : 0.0f) * beta;
         if (present && lane % kLanesOfRow == 0)
             all_y[(first_row + t) * p.y_stride + head * Dv + first_value + row] =
@@ -143,15 +155,18 @@ template <ushort N>
                              : i < 2 * Dk ? keys + key_head * Dk + (i - Dk)
                                           : 2 * keys + head * Dv + first_value + (i - 2 * Dk);
         for (uint j = 0; j + 1 < C; ++j)
-            conv_out[j * channels + channel] = history(qkv, conv_in, channels, C, int(tokens + j) - int(C) + 1, channel);
+            conv_out[j * channels + channel] =
+                history(qkv, conv_in, channels, C, int(tokens + j) - int(C) + 1, channel);
     }
 }
 
-// gdn_mix of many tokens, first part: q and k convolved and of length Dk^-1/2 and 1, v convolved, and the gates, once for
-// all that scan them. Rows lie on the position grid of blocks of 64, so that the first token has row p.lead; rows of the
-// grid that are no token's hold zeros, which leave S as it is. A SIMD-group takes a head of q, k or v of one row; the one
-// of a v head makes its gates; those of the last C - 1 tokens copy them, before the convolution, to the next state. Takes
-// at least C - 1 tokens. The grid is (2 Hk + Hv, rows / kSimds): neighbours in a threadgroup convolve the same rows.
+// gdn_mix of many tokens, first part: q and k convolved and of length Dk^-1/2 and 1, v convolved, and the
+// gates, once for all that scan them: prepared is q, k and v side by side, gates the logarithm of the
+// decay and beta. Rows lie on the position grid of blocks of 64, so that the first token has row p.lead;
+// rows of the grid that are no token's hold zeros, which leave S as it is. A SIMD-group takes a head of q,
+// k or v of one row; the one of a v head makes its gates; those of the last C - 1 tokens copy them, before
+// the convolution, to the next state. Takes at least C - 1 tokens. The grid is (2 Hk + Hv, rows / kSimds):
+// neighbours in a threadgroup convolve the same rows.
 [[kernel]] void gdn_mix_prepare(constant args::GdnMix& p                [[buffer(0)]],
                                 device const float* qkv                 [[buffer(1)]],  // (T, channels)
                                 device const float* b                   [[buffer(2)]],  // (T, Hv)
@@ -160,8 +175,8 @@ template <ushort N>
                                 device const float* a_log               [[buffer(5)]],  // (Hv)
                                 device const float* dt_bias             [[buffer(6)]],  // (Hv)
                                 device const args::Sequence* sequences  [[buffer(7)]],  // (1)
-                                device float* prepared                  [[buffer(8)]],  // (rows, channels): q, k, v
-                                device float2* gates                    [[buffer(9)]],  // (rows, Hv): log decay, beta
+                                device float* prepared                  [[buffer(8)]],  // (rows, channels)
+                                device float2* gates                    [[buffer(9)]],  // (rows, Hv)
                                 uint2 group                             [[threadgroup_position_in_grid]],
                                 ushort simd                             [[simdgroup_index_in_threadgroup]],
                                 ushort lane                             [[thread_index_in_simdgroup]]) {
@@ -180,13 +195,17 @@ template <ushort N>
         const float mixed = present ? convolved(qkv, conv_in, weight, channels, C, t, first + i) : 0.0f;
         squares = fma(mixed, mixed, squares);
         out[i] = mixed;
-        if (present && t + C > tokens) conv_out[(t + C - 1 - tokens) * channels + first + i] = qkv[t * channels + first + i];
+        if (present && t + C > tokens)
+            conv_out[(t + C - 1 - tokens) * channels + first + i] = qkv[t * channels + first + i];
     }
     if (is_value) {
         if (lane != 0) return;
-        const float log_decay = -precise::exp(a_log[head]) * softplus(present ? a[t * p.value_heads + head] + dt_bias[head] : 0.0f);
-        gates[row * p.value_heads + head] =
-            present ? float2(log_decay, sigmoid(b[t * p.value_heads + head])) : float2(0.0f, 0.0f);
+        float2 gate = 0;
+        if (present) {
+            const uint at = t * p.value_heads + head;
+            gate = float2(-precise::exp(a_log[head]) * softplus(a[at] + dt_bias[head]), sigmoid(b[at]));
+        }
+        gates[row * p.value_heads + head] = gate;
     } else {
         float scale = precise::rsqrt(simd_sum(squares) + 1e-6f);
         if (is_query) scale *= precise::rsqrt(float(p.key_dim));
@@ -194,14 +213,15 @@ template <ushort N>
     }
 }
 
-// gdn_mix of many tokens, as a scan: kLanes lanes share a row of S, each with N = Dk / kLanes numbers in registers from the
-// first token to the last; S is read once and written once. With 32 lanes a SIMD-group has one row and sums over all of
-// its lanes twice a token ("registers"); with 4 it has eight rows and two shuffles do ("packed"). No barriers: q, k and v
-// come from the caches. The grid is (blocks of a head's rows, value heads).
+// gdn_mix of many tokens, as a scan: kLanes lanes share a row of S, each with N = Dk / kLanes numbers in
+// registers from the first token to the last; S is read once and written once. With 32 lanes a SIMD-group
+// has one row and sums over all of its lanes twice a token ("registers"); with 4 it has eight rows and two
+// shuffles do ("packed"). No barriers: q, k and v come from the caches. The grid is (blocks of a head's
+// rows, value heads).
 template <ushort kLanes, ushort N>
 [[kernel]] void gdn_mix_scan(constant args::GdnMix& p                [[buffer(0)]],
-                             device const float* prepared            [[buffer(1)]],  // (rows, channels): q, k, v
-                             device const float2* gates              [[buffer(2)]],  // (rows, Hv): log decay, beta
+                             device const float* prepared            [[buffer(1)]],  // (rows, channels)
+                             device const float2* gates              [[buffer(2)]],  // (rows, Hv)
                              device const args::Sequence* sequences  [[buffer(3)]],  // (1)
                              device float* y                         [[buffer(4)]],  // (T, y_stride)
                              uint2 group                             [[threadgroup_position_in_grid]],
@@ -231,13 +251,13 @@ template <ushort kLanes, ushort N>
             S[i] *= decay;
             Sk = fma(S[i], keys[i], Sk);
         }
-        for (ushort step = 1; step < kLanes; step *= 2) Sk += simd_shuffle_xor(Sk, step);
+        Sk = lanes_sum<kLanes>(Sk);
         const float d = (present ? row[2 * p.key_heads * Dk + head * Dv + value] - Sk : 0.0f) * gate.y;
         for (ushort i = 0; i < N; ++i) {
             S[i] = fma(d, keys[i], S[i]);
             Sq = fma(S[i], part + i < Dk ? q[i] : 0.0f, Sq);
         }
-        for (ushort step = 1; step < kLanes; step *= 2) Sq += simd_shuffle_xor(Sq, step);
+        Sq = lanes_sum<kLanes>(Sq);
         if (present && part == 0) y[t * p.y_stride + head * Dv + value] = Sq;
     }
     for (ushort i = 0; i < N; ++i)
@@ -252,8 +272,9 @@ instantiate_gdn_mix_step(16)
 instantiate_gdn_mix_step(32)
 instantiate_gdn_mix_step(64)
 
-#define instantiate_gdn_mix_scan(strategy, lanes, n) \
-    template [[host_name("gdn_mix_" #strategy "_" #n)]] [[kernel]] decltype(gdn_mix_scan<lanes, n>) gdn_mix_scan<lanes, n>;
+#define instantiate_gdn_mix_scan(strategy, lanes, n)                    \
+    template [[host_name("gdn_mix_" #strategy "_" #n)]] [[kernel]] \
+    decltype(gdn_mix_scan<lanes, n>) gdn_mix_scan<lanes, n>;
 instantiate_gdn_mix_scan(registers, 32, 1)
 instantiate_gdn_mix_scan(registers, 32, 2)
 instantiate_gdn_mix_scan(registers, 32, 4)

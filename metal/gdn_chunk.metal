@@ -1,13 +1,18 @@
-// Gated DeltaNet over many tokens in chunks of 64, as matrix products (the WY form). Chunks lie on the position grid; rows
-// of a chunk that are no token's hold zeros (gdn_mix_prepare), which change nothing.
+// Gated DeltaNet over many tokens in chunks of 64, as matrix products (the WY form). Chunks lie on the
+// position grid; rows of a chunk that are no token's hold zeros (gdn_mix_prepare), which change nothing.
 //
-// In a chunk, with G the running sum of log decays and S the state before it, the rule of gdn.metal unrolls to
-//   D = M (V - e^G K S^T)            M = (I + A)^-1 diag(beta),  A[i][j] = beta[i] e^(G[i] - G[j]) k[i] . k[j] for j < i
-//   Y = e^G Q S^T + P D              P[i][j] = e^(G[i] - G[j]) q[i] . k[j] for j <= i
+// In a chunk, with G the running sum of log decays and S the state before it, the rule of gdn.metal
+// unrolls to
+//   D = M (V - e^G K S^T)
+//   Y = e^G Q S^T + P D
 //   S = e^G[63] S + (e^(G[63] - G) D)^T K
-// where e^G scales rows. gdn_mix_solve makes M and P, which do not depend on S, of all chunks at once; gdn_mix_chunks walks
-// the chunks. Everything is float32, fragments included: a chunk's result differs from the token's by rounding alone.
-// Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024, section 3.3.
+// where e^G scales rows, and
+//   M = (I + A)^-1 diag(beta),  A[i][j] = beta[i] e^(G[i] - G[j]) k[i] . k[j] for j < i
+//   P[i][j] = e^(G[i] - G[j]) q[i] . k[j] for j <= i.
+// gdn_mix_solve makes M and P, which do not depend on S, of all chunks at once; gdn_mix_chunks walks the
+// chunks. Everything is float32, fragments included, so a chunk's result differs from the token's by
+// rounding alone: that of sums, and 2^-24 of G in what a decay is the power of.
+// Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024.
 #include "fragment.h"
 #include "norm.h"
 #include "quant.h"
@@ -18,22 +23,23 @@ namespace {
 
 constant constexpr ushort kChunk = 64;
 constant constexpr ushort kTiles = kChunk / kTile;
-constant constexpr ushort kSimds = 4;                     // SIMD-groups of a threadgroup
-constant constexpr ushort kStride = kChunk + 4;           // of a chunk's matrix in threadgroup memory: off equal banks
+constant constexpr ushort kSimds = 4;            // SIMD-groups of a threadgroup
+constant constexpr ushort kStride = kChunk + 4;  // of a matrix in threadgroup memory: off equal banks
 constant constexpr ushort kLowerTiles = kTiles * (kTiles + 1) / 2;
 
 // c += a b, of one tile each.
-METAL_FUNC void multiply_add(thread Fragment<float>& c, threadgroup const float* a, uint a_stride, threadgroup const float* b,
-                             uint b_stride) {
+METAL_FUNC void multiply_add(thread Fragment<float>& c, threadgroup const float* a, uint a_stride,
+                             threadgroup const float* b, uint b_stride) {
     Fragment<float> left, right;
     simdgroup_load(left, a, a_stride);
     simdgroup_load(right, b, b_stride);
     simdgroup_multiply_accumulate(c, left, right, c);
 }
 
-// Turns the unit lower triangular X (64 x 64), upper tiles zero, into its inverse. The diagonal tiles are solved column by
-// column, a thread a column; then pairs of inverted blocks X1, X2 with B below the first one and beside the second join to
-// one of twice the size, whose lower left part is -X2 B X1, until one block is left. spare: kChunk / 2 * kChunk / 2 floats.
+// Turns the unit lower triangular X (64 x 64), upper tiles zero, into its inverse. The diagonal tiles are
+// solved column by column, a thread a column; then pairs of inverted blocks X1, X2 with B below the first
+// one and beside the second join to one of twice the size, whose lower left part is -X2 B X1, until one
+// block is left. spare: kChunk / 2 * kChunk / 2 floats.
 METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort thread_index, ushort simd) {
     const ushort block = thread_index / kTile * kTile, column = thread_index % kTile;
     float x[kTile];
@@ -56,7 +62,8 @@ METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort th
             threadgroup const float* B = X + (corner + size + i * kTile) * kStride + corner;
             Fragment<float> sum = zeros();
             for (ushort k = j; k < n; ++k)
-                multiply_add(sum, B + k * kTile, kStride, X + (corner + k * kTile) * kStride + corner + j * kTile, kStride);
+                multiply_add(sum, B + k * kTile, kStride,
+                             X + (corner + k * kTile) * kStride + corner + j * kTile, kStride);
             simdgroup_store(sum, spare + (pair * size + i * kTile) * size + j * kTile, size);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -65,7 +72,8 @@ METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort th
             threadgroup float* out = X + (corner + size + i * kTile) * kStride + corner;
             Fragment<float> sum = zeros();
             for (ushort k = 0; k <= i; ++k)
-                multiply_add(sum, out + size + k * kTile, kStride, spare + (pair * size + k * kTile) * size + j * kTile, size);
+                multiply_add(sum, out + size + k * kTile, kStride,
+                             spare + (pair * size + k * kTile) * size + j * kTile, size);
             Fragment<float> negated;
             simdgroup_multiply(negated, minus, sum);
             simdgroup_store(negated, out + j * kTile, kStride);
@@ -76,13 +84,14 @@ METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort th
 
 }  // namespace
 
-// What a chunk needs of its own tokens: M, P, and for each tile of eight rows three diagonal matrices that scale them by
-// -e^G, e^G and e^(G[63] - G). A threadgroup takes one chunk of one value head. SIMD-groups take the lower tiles of k . k
-// and q . k in turn, and scale them through a square of their own; 18 KB of threadgroup memory hold I + A and then its
-// inverse. Upper tiles of M and P are never read, nor written. The grid is (chunks, value heads).
+// What a chunk needs of its own tokens: M, P, and for each tile of eight rows three diagonal matrices that
+// scale them by -e^G, e^G and e^(G[63] - G). A threadgroup takes one chunk of one value head. SIMD-groups
+// take the lower tiles of k . k and q . k in turn, and scale them through a square of their own; 18 KB of
+// threadgroup memory hold I + A and then its inverse. Upper tiles of M and P are never read, nor written.
+// The grid is (chunks, value heads).
 [[kernel]] void gdn_mix_solve(constant args::GdnMix& p      [[buffer(0)]],
-                              device const float* prepared  [[buffer(1)]],  // (rows, channels): q, k, v
-                              device const float2* gates    [[buffer(2)]],  // (rows, Hv): log decay, beta
+                              device const float* prepared  [[buffer(1)]],  // (rows, channels)
+                              device const float2* gates    [[buffer(2)]],  // (rows, Hv)
                               device float* M               [[buffer(3)]],  // (chunks, Hv, 64, 64)
                               device float* P               [[buffer(4)]],  // (chunks, Hv, 64, 64)
                               device float* scales          [[buffer(5)]],  // (chunks, Hv, 3, 8, 8, 8)
@@ -120,7 +129,8 @@ METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort th
     }
 
     threadgroup float* square = spare + simd * 2 * kSquare;             // of k . k, then of q . k
-    for (ushort at = simd, i = 0, first = 0; at < kLowerTiles; at += kSimds) {  // tile row i starts with tile `first`
+    // Tile row i starts with tile `first`.
+    for (ushort at = simd, i = 0, first = 0; at < kLowerTiles; at += kSimds) {
         while (at > first + i) first += ++i;
         const ushort j = at - first;
         Fragment<float> kk = zeros(), qk = zeros(), left, right;
@@ -151,14 +161,14 @@ METAL_FUNC void invert(threadgroup float* X, threadgroup float* spare, ushort th
     }
 }
 
-// The walk over the chunks. A SIMD-group takes eight rows of one head's S, transposed, kKeyTiles fragments in registers
-// from the first chunk to the last: S is read once and written once, and nothing passes between SIMD-groups. What they
-// multiply it by, q, k, M, P and the scales, each reads for itself; the four of a threadgroup are of one head, and find it
-// in the cache. Rows that are no token's are left out of y by way of threadgroup memory.
-// The grid is (blocks of 32 rows of S, value heads).
+// The walk over the chunks. A SIMD-group takes eight rows of one head's S, transposed, kKeyTiles fragments
+// in registers from the first chunk to the last: S is read once and written once, and nothing passes
+// between SIMD-groups. What they multiply it by, q, k, M, P and the scales, each reads for itself; the
+// four of a threadgroup are of one head, and find it in the cache. Rows that are no token's are left out
+// of y by way of threadgroup memory. The grid is (blocks of 32 rows of S, value heads).
 template <ushort kKeyTiles>
 [[kernel]] void gdn_mix_chunks(constant args::GdnMix& p                [[buffer(0)]],
-                               device const float* prepared            [[buffer(1)]],  // (rows, channels): q, k, v
+                               device const float* prepared            [[buffer(1)]],  // (rows, channels)
                                device const float* M                   [[buffer(2)]],  // (chunks, Hv, 64, 64)
                                device const float* P                   [[buffer(3)]],  // (chunks, Hv, 64, 64)
                                device const float* scales              [[buffer(4)]],  // (chunks, Hv, 3, 8, 8, 8)
@@ -200,7 +210,7 @@ template <ushort kKeyTiles>
             simdgroup_load(right, v + i * kTile * channels, channels);
             simdgroup_multiply_accumulate(D[i], left, sum, right);
         }
-        for (ushort n = 0; n < kTiles; ++n) {  // D = M D, from the last row of tiles up: those above are still needed
+        for (ushort n = 0; n < kTiles; ++n) {  // D = M D, from the last tile up: those above are still needed
             const ushort i = kTiles - 1 - n;
             Fragment<float> sum = zeros();
             for (ushort j = 0; j <= i; ++j) {
@@ -247,8 +257,9 @@ template <ushort kKeyTiles>
     for (ushort d = 0; d < kKeyTiles; ++d) simdgroup_store(S[d], S_out + d * kTile, Dk, ulong2(0, 0), true);
 }
 
-#define instantiate_gdn_mix_chunks(tiles) \
-    template [[host_name("gdn_mix_chunks_" #tiles)]] [[kernel]] decltype(gdn_mix_chunks<tiles>) gdn_mix_chunks<tiles>;
+#define instantiate_gdn_mix_chunks(tiles)                        \
+    template [[host_name("gdn_mix_chunks_" #tiles)]] [[kernel]] \
+    decltype(gdn_mix_chunks<tiles>) gdn_mix_chunks<tiles>;
 instantiate_gdn_mix_chunks(4)
 instantiate_gdn_mix_chunks(8)
 instantiate_gdn_mix_chunks(16)

@@ -72,8 +72,8 @@ void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
     }
 }
 
-// Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who keeps
-// them in f32 gets the kernels that do not; and they take heads of a few widths.
+// Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who
+// keeps them in f32 gets the kernels that do not; and they take heads of a few widths.
 bool GpuOps::flashes(const Segment& s) const {
     return options_.flash_from > 0 && s.length >= options_.flash_from && kv_ == DType::bf16 &&
            (c_.head_dim == 64 || c_.head_dim == 128 || c_.head_dim == 256);

@@ -25,8 +25,8 @@ bool GpuOps::chunks() const {
            c_.value_dim % kTile == 0;
 }
 
-// What a scan of the longest pass needs: rows of whole chunks, of which the first and the last may be in part
-// another pass's.
+// What a scan of the longest pass needs: rows of whole chunks, of which the first and the last may be in
+// part another pass's.
 void GpuOps::allocate_gdn() {
     const Config& c = c_;
     if (c.delta_layers() == 0 || options_.gdn_scan_from == 0 || rows_ < options_.gdn_scan_from) return;
