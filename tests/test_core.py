@@ -183,6 +183,7 @@ def test_a_step_is_extend_then_sample(tiny):
 # Memory.
 
 
+@pytest.mark.unsanitized  # 64K tokens take the sanitizers many minutes and show them nothing that 4K do not
 def test_scratch_is_the_same_for_4k_and_64k(tmp_path):
     """Nothing the session allocates grows with the context; only pages of keys and values do."""
     small = checkpoint_maker.make(
