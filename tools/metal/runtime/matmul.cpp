@@ -92,8 +92,7 @@ void note_memory(const Operand& operand, bool write, uint32_t line) {
 
 // Reads an operand into rows x columns, row by row.
 template <class T>
-void gather(const Operand& operand, std::vector<T>& to, uint32_t line) {
-    static thread_local std::vector<T> scratch;
+void gather(const Operand& operand, std::vector<T>& to, std::vector<T>& scratch, uint32_t line) {
     const msl_tile& tile = operand.tile();
     const uint32_t columns = tile.columns;
     to.resize(static_cast<size_t>(operand.rows) * columns);
@@ -181,12 +180,13 @@ void multiply(const T* a, const T* b, T* c, uint32_t rows, uint32_t depth, uint3
 }
 
 template <class T>
-void run(const Operand& a, const Operand& b, const Operand& c, bool accumulate, uint32_t line) {
-    static thread_local std::vector<T> left, right, sum;
-    gather(a, left, line);
-    gather(b, right, line);
+void run(Products<T>& products, const Operand& a, const Operand& b, const Operand& c, bool accumulate,
+         uint32_t line) {
+    auto& [left, right, sum, held] = products;
+    gather(a, left, held, line);
+    gather(b, right, held, line);
     if (accumulate)
-        gather(c, sum, line);
+        gather(c, sum, held, line);
     else
         sum.assign(static_cast<size_t>(c.rows) * c.tile().columns, T(0));
     multiply(left.data(), right.data(), sum.data(), c.rows, a.tile().columns, c.tile().columns);
@@ -239,8 +239,8 @@ extern "C" void msl_runtime_matmul(const msl_matmul* mine, uint32_t line) {
             a.tiles[i] = &operands->a, b.tiles[i] = &operands->b, c.tiles[i] = &operands->c;
         }
         if (mine->c.type >= kInt8)
-            run<int32_t>(a, b, c, mine->accumulate, line);
+            run(lane.worker->integer_products, a, b, c, mine->accumulate, line);
         else
-            run<float>(a, b, c, mine->accumulate, line);
+            run(lane.worker->float_products, a, b, c, mine->accumulate, line);
     });
 }

@@ -55,7 +55,15 @@ struct SimdGroup {
     const void* operands[kSimdWidth];
 };
 
-// One OS thread's share of a dispatch.
+// What a product of matrix tiles works on, kept from one to the next.
+template <class T>
+struct Products {
+    std::vector<T> left, right, sum, held;
+};
+
+// One OS thread's share of a dispatch. Its memory hangs here and not on thread_local variables: those of a
+// library that has msl_current all lie in the static block, of which a process has room for few such
+// libraries.
 struct Worker {
     const Launch* launch = nullptr;
     const Kernel* kernel = nullptr;
@@ -79,6 +87,8 @@ struct Worker {
     uint64_t switches = 0, barriers = 0, meetings = 0, threads = 0, groups = 0;
     bool broken = false;   // lanes or matrices are out of step
     bool stopped = false;  // a fault after which nothing more may run
+    Products<float> float_products;
+    Products<int32_t> integer_products;
     struct Findings* findings = nullptr;
     class Instruments* instruments = nullptr;
 };
