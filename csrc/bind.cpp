@@ -558,9 +558,9 @@ void bind_session(nb::module_& m) {
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
         .def(
-            "_end", [](PySession& s) { s.ending = true; },
+            "end", [](PySession& s) { s.ending = true; },
             "Let calls under way end their threads at their next chance.")
-        .def_prop_ro("_calls", [](PySession& s) { return s.calls.load(); })
+        .def_prop_ro("calls", [](PySession& s) { return s.calls.load(); })
         .def("_finish", [](PySession& s) { s.session->ops().finish(); })
         .def(
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },

@@ -131,7 +131,13 @@ Options options_from_environment() {
     for (const OptionInfo& option : option_list()) {
         std::string variable = "LILY_";
         for (char c : option.name) variable += static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
-        if (const char* value = std::getenv(variable.c_str())) options.set(option.name, value);
+        const char* value = std::getenv(variable.c_str());
+        if (!value) continue;
+        try {
+            options.set(option.name, value);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(variable + " in the environment: " + error.what());
+        }
     }
     return options;
 }

@@ -1,5 +1,6 @@
-// Session: a model loaded on a device, and the loops that drive it. Safe to call from any thread; one pass
-// runs at a time.
+// Session: a model loaded on a device, and the loops that drive it. Any thread may call it, and calls that
+// compute take turns. A State belongs to one caller at a time: two threads that grow one, or read one that
+// grows, race.
 #pragma once
 
 #include <atomic>

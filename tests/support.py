@@ -37,7 +37,7 @@ def kernels(instrumented: bool = False) -> str:
     return str(compiler.compile(sorted((HERE.parent / "metal").glob("*.metal")), instrumented=instrumented))
 
 
-# The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever is beside a row.
+# The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.
 ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 
 

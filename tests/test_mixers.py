@@ -1,5 +1,7 @@
-"""The GPU kernels of attn_mix and gdn_mix, strategy by strategy: against the reference, and bit for bit where nothing
-but the route differs."""
+"""The GPU kernels of attn_mix and gdn_mix, strategy by strategy.
+
+Against the reference, and bit for bit where nothing but the route differs.
+"""
 
 from functools import cache
 from typing import Any
@@ -17,8 +19,8 @@ from support import CHECKPOINTS, compare, kernels
 Array = NDArray[Any]
 LAYERS = {"gdn_mix": 0, "attn_mix": 3}
 EXACT = 2e-5  # of the largest value: float32 sums of some thousand products
-# Matrix tiles take q, and the shares that the softmax gives, in bfloat16: each off by at most 2^-9 of itself. A share
-# whose score is s is then off by |s| 2^-9, and |s| < 2.5 for nearly all of the normal scores that are drawn.
+# Matrix tiles take q, and the shares that the softmax gives, in bfloat16: each off by at most 2^-9 of itself.
+# A share whose score is s is then off by |s| 2^-9, and |s| < 2.5 for nearly all of the normal scores drawn.
 TILED = 1e-2
 STORED = 2.0**-8  # a key in bfloat16 that rounds to the other side
 
@@ -162,7 +164,7 @@ def test_the_published_widths(published_widths, op, tolerance, options):
 
 
 def grow(attention: Mixer) -> list[Array]:
-    """Take tokens in by ones and by several, past every kind of span; return each y, and the state at last."""
+    """Take tokens in by ones and by several, past every kind of span; return each y and the last state."""
     state = attention.fork(254)
     found = [attention.run([(state, rows)], attention.draw(rows, 1)) for rows in (1, 1, 1, 3, 40, 1)]
     state = attention.fork(1100)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -456,9 +457,14 @@ def test_stop_tokens_are_checked(model: lily.Model, bad: object, kind: type[Exce
         ([1.5], TypeError, "prompt: wanted a flat sequence of int token ids, got shape (1,) of float64"),
         ([[1, 2]], TypeError, "prompt: wanted a flat sequence of int token ids, got shape (1, 2) of int64"),
         ([[1], [1, 2]], TypeError, "prompt: wanted a flat sequence of int token ids: "),
-        ([True], TypeError, "prompt: wanted a flat sequence of int token ids, got shape (1,) of bool"),
+        ([5, True], TypeError, "prompt[1]: wanted an int token id, got True"),
+        (
+            np.array([True]),
+            TypeError,
+            "prompt: wanted a flat sequence of int token ids, got shape (1,) of bool",
+        ),
         (["fox"], TypeError, "prompt: wanted a flat sequence of int token ids, got shape (1,) of <U3"),
-        ([1, 10**30], TypeError, "prompt: wanted a flat sequence of int token ids"),
+        ([1, 10**30], ValueError, f"prompt[1]: wanted a token id from 0 to 4095, got {10**30}"),
         ([1, -1], ValueError, "prompt[1]: wanted a token id from 0 to 4095, got -1"),
         (np.array([4096, 1]), ValueError, "prompt[0]: wanted a token id from 0 to 4095, got 4096"),
         (np.array([2**63], np.uint64), ValueError, "prompt[0]: wanted a token id from 0 to 4095, got 92233"),
@@ -496,6 +502,66 @@ def small(folder: Path) -> Iterator[lily.Model]:
         yield model
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "path: wanted a checkpoint's folder, got an empty path; '.' is the current one"),
+        ("~no-such-user/model", "~no-such-user/model: no such user's home directory; write the path out"),
+        ("x" * 300, "x: cannot be read: File name too long"),
+        ("models/" + "x/" * 3000, "x/: cannot be read: File name too long"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused(path: str, message: str) -> None:
+    with pytest.raises(lily.ModelFilesError, match=re.escape(message)):
+        lily.Model.load(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ],
+)
+def test_a_pipe_among_the_files_keeps_nobody_waiting(name: str, tmp_path: Path) -> None:
+    for file in Path(lily.DEMO).iterdir():
+        if file.name != name:
+            (tmp_path / file.name).symlink_to(file)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(lily.ModelFilesError, match=f"{re.escape(name)}: "):
+        lily.Model.load(tmp_path)
+
+
+def test_options_are_python_values() -> None:
+    options: dict[str, Any] = {"threads": np.int64(2), "gqa_packing": False, "kv": "f32"}
+    with lily.Model.load(lily.DEMO, **options) as model:
+        assert {name: model.info.options[name] for name in options} == {
+            "threads": "2",
+            "gqa_packing": "false",
+            "kv": "f32",
+        }
+    for wrong, error in (
+        ({"threads": 2.0}, TypeError),
+        ({"threads": True}, ValueError),
+        ({"kv": "\ud800"}, ValueError),
+        ({"\ud800": 1}, ValueError),
+    ):
+        with pytest.raises(error, match="option "):
+            lily.Model.load(lily.DEMO, **cast(Any, wrong))
+
+
+def test_a_token_that_is_none_is_refused_by_the_tokenizer(model: lily.Model) -> None:
+    for token in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="token: wanted an int of at least 0"):
+            model.tokenizer.token_bytes(cast(Any, token))
+    assert model.tokenizer.token_id("\ud800") is None
+    with pytest.raises(TypeError, match="text: wanted a str, got int"):
+        model.tokenizer.token_id(cast(Any, 5))
+
+
 def test_a_prompt_past_the_context_is_refused_before_any_work(small: lily.Model) -> None:
     def never(done: int, total: int) -> None:
         raise AssertionError("work was done")
@@ -512,7 +578,7 @@ def test_a_prompt_past_the_context_is_refused_before_any_work(small: lily.Model)
         ):
             work([5] * 65)
         with pytest.raises(
-            lily.ContextError, match=r"^64 tokens .* of 64 and have no room for an answer; shorten"
+            lily.ContextError, match=r"^64 tokens leave no room for an answer in the context of 64; shorten"
         ):
             work([5] * 64)
         with pytest.raises(lily.ContextError, match=r"tokens do not fit the context of 64"):
@@ -568,8 +634,8 @@ def test_options_reach_the_core() -> None:
         lily.Model.load(lily.DEMO, thread=1)
     with pytest.raises(ValueError, match="kv"):
         lily.Model.load(lily.DEMO, kv="f99")
-    for bad in (1.5, True, None):
-        with pytest.raises(TypeError, match=f"option threads: wanted a str or an int, got {bad}"):
+    for bad in (1.5, None):
+        with pytest.raises(TypeError, match=f"option threads: wanted a str, an int or a bool, got {bad}"):
             lily.Model.load(lily.DEMO, threads=bad)
 
 

@@ -7,7 +7,7 @@ from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
 from support import CHECKPOINTS, backends, compare, options_of
 
-# Of the largest value. Float32 sums of some thousand products; in matrix tiles, of operands rounded to bfloat16.
+# Of the largest value. Float32 sums of some thousand products; in matrix tiles, operands are bfloat16.
 TOLERANCE, TILES = 2e-5, 2e-2
 ACTIVATIONS = sorted({name for _, reads, writes in OPS.values() for name in (*reads, *writes)} - {"state"})
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.unsanitized
 # What is published of mlx-community/Qwen3.6-35B-A3B-4bit at revision 38740b84.
 PUBLISHED_BYTES = 20_401_929_952
 PUBLISHED_SHARDS = [5_288_196_018, 5_368_472_749, 5_368_324_139, 4_377_211_365]
+PUBLISHED_INVENTORY = "f25b787cfe2c6848302b9bbc1d382c3cbe2affc17ba326429b492e428ed6399e"  # sha256
 PUBLISHED_GENERATION_CONFIG = "023756cfadf88e5bf69eefeee3e172f38c448d64"  # git's hash of the file
 
 SMALL: dict[str, Any] = {"layers": 4, "experts": 16, "vocab": 1024}
@@ -62,6 +63,11 @@ def test_inventory_is_the_published_one() -> None:
     assert (len(text), total(text)) == (1757, 19_508_787_456)
     assert (len(vision), total(vision)) == (333, 893_142_496)
     assert total(tensors) == PUBLISHED_BYTES
+    # The whole list, of the published headers and of ours, by name, type and shape in the order of names.
+    listed = "\n".join(
+        f"{name} {dtype} {'x'.join(map(str, shape))}" for name, dtype, shape in sorted(tensors)
+    )
+    assert hashlib.sha256(listed.encode()).hexdigest() == PUBLISHED_INVENTORY
 
 
 @pytest.mark.parametrize(

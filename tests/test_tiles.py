@@ -41,7 +41,10 @@ def session_of():
         key = (checkpoint, instrumented, *options.items())
         if key not in made:
             shared = {"device": "sim", "kernels": kernels(instrumented), "kv": "f32", "prefill_chunk": "300"}
-            shared |= {"flash_from": "0", "gdn_scan_from": "0"}  # mixers row by row: products are looked at here
+            shared |= {
+                "flash_from": "0",
+                "gdn_scan_from": "0",
+            }  # mixers row by row: products are looked at here
             made[key] = _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), shared | options)
         return made[key]
 

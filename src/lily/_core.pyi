@@ -130,6 +130,12 @@ class Session:
         A layer's state in float32: keys and values (G, T, Dh), or conv (C - 1, channels) and S (Hv, Dv, Dk).
         """
 
+    def end(self) -> None:
+        """Let calls under way end their threads at their next chance."""
+
+    @property
+    def calls(self) -> int: ...
+
 def record_decode(directory: str | os.PathLike[str], position: int, options: Mapping[str, str]) -> list[tuple[str, int, int, int, int]]:
     """
     The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes bound.

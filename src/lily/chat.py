@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lily.errors import ModelFilesError
-from lily.files import read_json
+from lily.files import read_bytes, read_json
 from lily.messages import Message, check_messages, check_tools
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class ChatTemplate:
         Raises ModelFilesError if one is there and can't be read.
         """
         file = folder / "chat_template.jinja"
-        try:
-            return cls(file.read_text(encoding="utf-8"), str(file))
-        except FileNotFoundError:
-            pass
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFilesError(f"{file}: cannot be read: {error}; fetch the file again") from error
+        text = read_bytes(file)
+        if text is not None:
+            try:
+                return cls(text.decode(), str(file))
+            except UnicodeDecodeError as error:
+                raise ModelFilesError(f"{file}: wanted UTF-8, got {error}; fetch the file again") from error
         file = folder / "tokenizer_config.json"
         source = read_json(file).get("chat_template")
         if isinstance(source, list):  # several, by name

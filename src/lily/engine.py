@@ -97,8 +97,15 @@ class Engine:
         """
         try:
             array = np.asarray(values)
-        except (ValueError, OverflowError) as error:  # ragged, or an int past all of NumPy's
+        except ValueError as error:  # ragged
             raise TypeError(f"{name}: wanted a flat sequence of int token ids: {error}") from None
+        if not isinstance(values, np.ndarray):  # which has one type: a list's True would pass for a 1
+            flags = [i for i, value in enumerate(values) if isinstance(value, bool | np.bool_)]
+            if flags:
+                raise TypeError(f"{name}[{flags[0]}]: wanted an int token id, got {values[flags[0]]}")
+        if array.dtype == object and array.ndim == 1 and all(isinstance(v, int) for v in array):
+            i = next(i for i, value in enumerate(array) if not 0 <= value < self.vocab)  # one past int64
+            raise ValueError(f"{name}[{i}]: wanted a token id from 0 to {self.vocab - 1}, got {array[i]}")
         if array.size == 0:
             raise ValueError(f"{name}: wanted at least one token, got none")
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -114,10 +121,11 @@ class Engine:
     def check_room(self, tokens: int, room_for: int = 0) -> None:
         """Raise ContextError unless the context holds `tokens`, and `room_for` more."""
         if tokens + room_for > self.context:
-            more = " and have no room for an answer" if tokens <= self.context else ""
-            raise ContextError(
-                f"{tokens} tokens do not fit the context of {self.context}{more}; shorten the prompt"
-            )
+            if tokens > self.context:
+                fault = f"{tokens} tokens do not fit the context of {self.context}"
+            else:
+                fault = f"{tokens} tokens leave no room for an answer in the context of {self.context}"
+            raise ContextError(f"{fault}; shorten the prompt")
 
     def take_in(
         self,
@@ -205,9 +213,9 @@ def _end_sessions() -> None:
         engine.close()
         engine._ending = True
     for session in sessions:
-        session._end()
+        session.end()
     patience = time.monotonic() + 10
-    while any(session._calls for session in sessions) and time.monotonic() < patience:
+    while any(session.calls for session in sessions) and time.monotonic() < patience:
         time.sleep(0.005)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias, Unpack, cast
 
 import numpy as np
@@ -264,6 +265,9 @@ class Model:
 
 def _option(name: str, value: object) -> str:
     """Return an option's value as the core reads it."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"option {name}: wanted a str or an int, got {value!r}")
-    return str(value)
+    if not isinstance(value, str | Integral):  # bool and NumPy's whole numbers are among these
+        raise TypeError(f"option {name}: wanted a str, an int or a bool, got {value!r}")
+    text = str(value)
+    if not (name.isascii() and text.isascii()):
+        raise ValueError(f"option {name!r}: wanted ASCII text, got {text!r}; `lily info` lists the options")
+    return text

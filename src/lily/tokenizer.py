@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from lily.errors import ModelFilesError
-from lily.files import read_json
+from lily.files import read_bytes, read_json
 from lily.sampling import integer
 
 # Put behind every character of a message at which a marker could begin, so that whatever the template then
@@ -53,10 +53,11 @@ class Tokenizer:
         Raises ModelFilesError if tokenizer.json is missing, damaged or of another kind.
         """
         file = folder / "tokenizer.json"
-        if not file.exists():
+        text = read_bytes(file)
+        if text is None:
             raise ModelFilesError(f"{file}: no such file; fetch it from where the checkpoint came from")
         try:
-            core = tokenizers.Tokenizer.from_file(str(file))
+            core = tokenizers.Tokenizer.from_buffer(text)
         except Exception as error:  # the library raises nothing narrower
             raise ModelFilesError(f"{file}: wanted a tokenizer, got {error}; fetch the file again") from error
         if not isinstance(core.decoder, tokenizers.decoders.ByteLevel):
@@ -101,13 +102,20 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token that is written as `text`, markers included; None if there is none."""
-        return self._core.token_to_id(text)
+        if not isinstance(text, str):
+            raise TypeError(f"text: wanted a str, got {type(text).__name__}")
+        try:
+            return self._core.token_to_id(text)
+        except UnicodeEncodeError:  # half a surrogate pair, which no token holds
+            return None
 
     def token_bytes(self, token: int, *, markers: bool = True) -> bytes:
         """Return the UTF-8 bytes, perhaps part of a character only, that a token stands for.
 
         markers: False for no bytes from a token flagged as special. A padding id has none either.
+        Raises ValueError for what is no int or is negative.
         """
+        token = integer("token", token, 0, 2**32)
         if token in self._special and not markers:
             return b""
         text = self._core.id_to_token(token)
