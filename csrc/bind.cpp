@@ -339,11 +339,13 @@ void set_activation(PySession& s, const std::string& name,
         throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu",
                                            name.c_str(), static_cast<long long>(t.shape[0]),
                                            static_cast<long long>(t.shape[1]), rows.shape(0), rows.shape(1)));
+    Ops& ops = s.session->ops();
+    auto* to = static_cast<std::byte*>(t.data);
     if (t.dtype == DType::f32) {
-        std::copy_n(rows.data(), rows.size(), t.as<float>());
+        ops.copy(to, reinterpret_cast<const std::byte*>(rows.data()), rows.size() * sizeof(float));
     } else {
-        std::transform(rows.data(), rows.data() + rows.size(), t.as<int32_t>(),
-                       [](float v) { return static_cast<int32_t>(v); });
+        const std::vector<int32_t> whole(rows.data(), rows.data() + rows.size());
+        ops.copy(to, reinterpret_cast<const std::byte*>(whole.data()), whole.size() * sizeof(int32_t));
     }
 }
 
@@ -352,8 +354,13 @@ FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
     if (static_cast<int64_t>(rows) > t.shape[0])
         throw std::invalid_argument("rows: more than the activation holds");
     FloatArray out = new_array({rows, static_cast<size_t>(t.shape[1])});
-    for (size_t i = 0; i < out.size(); ++i)
-        out.data()[i] = t.dtype == DType::f32 ? t.as<float>()[i] : static_cast<float>(t.as<int32_t>()[i]);
+    std::vector<std::byte> held(out.size() * bytes_of(t.dtype));
+    s.session->ops().copy(held.data(), static_cast<const std::byte*>(t.data), held.size());
+    const auto* integers = reinterpret_cast<const int32_t*>(held.data());
+    if (t.dtype == DType::f32)
+        std::memcpy(out.data(), held.data(), held.size());
+    else
+        std::copy_n(integers, out.size(), out.data());
     return out;
 }
 

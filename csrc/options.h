@@ -11,12 +11,12 @@ namespace lily {
 // clang-format off
 //     type         name           default  what it does
 #define LILY_OPTIONS(X)                                                                                               \
-    X(std::string,  device,        "auto",  "Where to run: auto, cpu or sim (the GPU kernels, simulated).")                                         \
+    X(std::string,  device,        "auto",  "Where to run: auto, cpu, cuda or sim (the GPU kernels, simulated).")                                         \
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16 or f32.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
-    X(std::string,  kernels,       "",      "Library of GPU kernels for device sim, made by `make kernels`.")  \
+    X(std::string,  kernels,       "",      "File of GPU kernels: for device sim by `make kernels`, for cuda by `make ptx`.")  \
     X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \
     X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \
     X(int,          fixed_blocks_from, 32768, "GPU decode: positions from which attention is cut into blocks of one size; 0 is never.") \

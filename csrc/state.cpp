@@ -1,8 +1,18 @@
 #include "state.h"
 
+#include <cstring>
+
 #include "ops.h"
 
 namespace lily {
+
+namespace {
+
+Memory host_memory(size_t bytes) {
+    return Memory(new std::byte[bytes](), std::default_delete<std::byte[]>());
+}
+
+}  // namespace
 
 StateLayout::StateLayout(const Config& c, DType kv_type, int recurrent_copies)
     : kv(kv_type), copies(recurrent_copies) {
@@ -18,7 +28,7 @@ StateLayout::StateLayout(const Config& c, DType kv_type, int recurrent_copies)
 State::State(const StateLayout& layout, Ops& ops)
     : layout_(layout),
       recurrent_(ops.allocate(layout.recurrent_bytes())),
-      logits_(ops.allocate(layout.logits)) {}
+      logits_(host_memory(layout.logits)) {}
 
 size_t State::bytes() const {
     return pages_.size() * layout_.page + layout_.recurrent_bytes() + layout_.logits;
@@ -32,7 +42,11 @@ void State::prepare(int64_t tokens, Ops& ops) {
         memory = std::move(mine);
     };
     own(recurrent_, layout_.recurrent_bytes());
-    own(logits_, layout_.logits);
+    if (logits_.use_count() != 1) {
+        Memory mine = host_memory(layout_.logits);
+        std::memcpy(mine.get(), logits_.get(), layout_.logits);
+        logits_ = std::move(mine);
+    }
     if (layout_.page == 0 || tokens == 0) return;
     const auto first = static_cast<size_t>(length_ / kPageTokens);  // where the next position goes
     if (first < pages_.size()) own(pages_[first], layout_.page);

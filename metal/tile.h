@@ -10,7 +10,9 @@
 
 #include <metal_stdlib>
 
-#if defined(LILY_TENSOR)
+#if defined(LILY_TILES)
+#include <metal_stdlib>
+#elif defined(LILY_TENSOR)
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
 #include <metal_tensor>
@@ -28,7 +30,11 @@ using namespace metal;
 constant constexpr ushort kTile = 16;   // rows of Left; columns of Right; both of Sum
 constant constexpr ushort kDepth = 32;  // columns of Left, rows of Right: a lane each
 
-#if defined(LILY_TENSOR)
+#if defined(LILY_TILES)
+
+#include LILY_TILES
+
+#elif defined(LILY_TENSOR)
 
 constant constexpr ushort kStage = 1;  // not needed, but an array has a size
 

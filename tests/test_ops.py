@@ -24,7 +24,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def tolerance(backend):
-    return TILES if backend == "sim tiles" else TOLERANCE
+    return TILES if backend.endswith("tiles") else TOLERANCE
 
 
 @pytest.fixture(scope="module")

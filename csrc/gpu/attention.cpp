@@ -111,7 +111,7 @@ void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
         Buffers()
             .read(row(a_.k, s.row), bytes_of_rows(a_.k, s.length))
             .read(row(a_.v, s.row), bytes_of_rows(a_.v, s.length))
-            .read(layer.attn.k_norm)
+            .read(here(layer).attn.k_norm)
             .read(turns_of(s.row), bytes_of_turns(s.length))
             .read(sequence_of(s), sizeof(args::Sequence))
             .read(pages_of(s), bytes_of_tables(1)));
@@ -164,8 +164,8 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
             .read(row(a_.qg, first), bytes_of_rows(a_.qg, rows))
             .read(row(a_.k, first), bytes_of_rows(a_.k, rows))
             .read(row(a_.v, first), bytes_of_rows(a_.v, rows))
-            .read(layer.attn.q_norm)
-            .read(layer.attn.k_norm)
+            .read(here(layer).attn.q_norm)
+            .read(here(layer).attn.k_norm)
             .read(turns_of(first), bytes_of_turns(rows))
             .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
             .read(pages_of(s), bytes_of_tables(segments.size()))
@@ -193,7 +193,7 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
         p,
         Buffers()
             .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))
-            .read(layer.attn.q_norm)
+            .read(here(layer).attn.q_norm)
             .read(turns_of(s.row), bytes_of_turns(s.length))
             .read(sequence_of(s), sizeof(args::Sequence))
             .read(pages_of(s), bytes_of_tables(1))

@@ -2,6 +2,7 @@
 // and declares what each dispatch reads and writes; the recorder turns that into barriers.
 #pragma once
 
+#include <array>
 #include <initializer_list>
 #include <memory>
 #include <span>
@@ -85,7 +86,7 @@ class GpuOps final : public Ops {
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
 
     int64_t number_of(const Segment&) const;
-    const args::Sequence* sequence_of(const Segment& s) const { return sequences_ + number_of(s); }
+    const args::Sequence* sequence_of(const Segment& s) const { return sequence_list_ + number_of(s); }
 
     // gpu/gdn.cpp
     bool chunks() const;
@@ -133,7 +134,8 @@ class GpuOps final : public Ops {
     int32_t* tokens_ = nullptr;            // (T)
     float* turns_ = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
     float* logits_ = nullptr;              // (rows at a time, V)
-    args::Sequence* sequences_ = nullptr;  // (kSequences)
+    std::array<args::Sequence, kSequences> sequences_ = {};
+    args::Sequence* sequence_list_ = nullptr;  // (kSequences): the same where the device has them
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
     float* gates_ = nullptr;     // (rows of whole chunks, Hv, 2): log decay, beta

@@ -92,9 +92,9 @@ void GpuOps::gdn_step(const LayerWeights& layer, std::span<const Segment> segmen
             .read(a_.qkv.data, bytes_of_rows(a_.qkv, end))
             .read(a_.b.data, bytes_of_rows(a_.b, end))
             .read(a_.a.data, bytes_of_rows(a_.a, end))
-            .read(layer.gdn.conv)
-            .read(layer.gdn.a_log)
-            .read(layer.gdn.dt_bias)
+            .read(here(layer).gdn.conv)
+            .read(here(layer).gdn.a_log)
+            .read(here(layer).gdn.dt_bias)
             .read(sequence_of(segments[0]), segments.size() * sizeof(args::Sequence))
             .write(a_.y.data, bytes_of_rows(a_.y, end)));
 }
@@ -120,9 +120,9 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
             .read(row(a_.qkv, s.row), bytes_of_rows(a_.qkv, s.length))
             .read(row(a_.b, s.row), bytes_of_rows(a_.b, s.length))
             .read(row(a_.a, s.row), bytes_of_rows(a_.a, s.length))
-            .read(layer.gdn.conv)
-            .read(layer.gdn.a_log)
-            .read(layer.gdn.dt_bias)
+            .read(here(layer).gdn.conv)
+            .read(here(layer).gdn.a_log)
+            .read(here(layer).gdn.dt_bias)
             .read(sequence_of(s), sizeof(args::Sequence))
             .write(prepared_, prepared_bytes)
             .write(gates_, gate_bytes));

@@ -36,7 +36,7 @@ void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(layer.post_norm)
+            .read(here(layer).post_norm)
             .weights(w.router)
             .weights(w.shared_expert_gate)
             .weights(w.shared_gate)
@@ -128,7 +128,7 @@ uint32_t GpuOps::most_tiles(uint32_t T) const {
 void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p, uint32_t T) {
     const MoeWeights& w = here(layer).moe;
     const Rows h{a_.h.data, bytes_of_rows(a_.h, T), p.router.columns, DType::f32};
-    norm_rows(layer.post_norm, T, a_.h.data, h.type);
+    norm_rows(here(layer).post_norm, T, a_.h.data, h.type);
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
     const uint32_t rows = block_rows(T);

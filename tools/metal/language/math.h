@@ -33,19 +33,35 @@ MSL_FN constexpr T msl_each(T x, T y, F f) {
 
 // One component, in float; half goes through float.
 MSL_FN float msl_exp(float x) {
+#if MSL_CUDA
+    return msl_special_exp(x);
+#else
     return __builtin_elementwise_exp(x);
+#endif
 }
 MSL_FN float msl_exp2(float x) {
+#if MSL_CUDA
+    return msl_special_exp2(x);
+#else
     return __builtin_elementwise_exp2(x);
+#endif
 }
 MSL_FN float msl_exp10(float x) {
     return __builtin_elementwise_exp10(x);
 }
 MSL_FN float msl_log(float x) {
+#if MSL_CUDA
+    return msl_special_log(x);
+#else
     return __builtin_elementwise_log(x);
+#endif
 }
 MSL_FN float msl_log2(float x) {
+#if MSL_CUDA
+    return msl_special_log2(x);
+#else
     return __builtin_elementwise_log2(x);
+#endif
 }
 MSL_FN float msl_log10(float x) {
     return __builtin_elementwise_log10(x);
