@@ -57,7 +57,9 @@ template <class B, class T>
     const OneMatrix w = {{weight, scales, biases}, p.matrix, column, N - column};
     multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, stage, thread_index,
              simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
                 Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0},
@@ -93,7 +95,9 @@ template <class B>
     const TwoMatrices w = {{{gate_weight, gate_scales, gate_biases}, p.gate, column, N - column},
                            {{up_weight, up_scales, up_biases}, p.up, column, N - column}};
     multiply(out, LeftRows<float>{x, start}, p.tokens - first, w, K, slabs, stage, thread_index, simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],

@@ -17,11 +17,35 @@ METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup co
     const uint rows = min(uint(kRowsOfSimd), m.rows - row);
     float y[kRowsOfSimd];
     row_dots(w, m, row, rows, h, lane, y);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) out[row + r] = y[r];
 }
 
 METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
+
+// Writes outputs of the block-th four rows of several matrices on end, row t of each. It finds the matrix first and
+// then has one loop for all: a kernel's code has to be fetched too.
+template <ushort kCount>
+METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* shapes, device float* const thread* out,
+                             uint t, uint block, threadgroup const float* h, ushort lane) {
+    Weights weights = w[0];
+    args::Matrix m = shapes[0];
+    device float* to = out[0];
+    uint first = 0, end = blocks_of(m);
+#pragma unroll
+    for (ushort i = 1; i < kCount; ++i) {
+        const uint blocks = blocks_of(shapes[i]);
+        if (block >= end) {
+            weights = w[i];
+            m = shapes[i];
+            to = out[i];
+            first = end;
+        }
+        end += blocks;
+    }
+    if (block < end) write_rows(weights, m, block - first, h, lane, to + t * m.rows);
+}
 
 }  // namespace
 
@@ -55,17 +79,13 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint t = group.y, D = p.matrix[0].columns;
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
 
-    uint block = group.x * simds + simd;
+    const uint block = group.x * simds + simd;
     const Weights w[4] = {{qkv_weight, qkv_scales, qkv_biases},
                           {z_weight, z_scales, z_biases},
                           {b_weight, b_scales, b_biases},
                           {a_weight, a_scales, a_biases}};
     device float* const out[4] = {qkv, z, b, a};
-    for (ushort i = 0; i < 4; ++i) {
-        const args::Matrix m = p.matrix[i];
-        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
-        block -= blocks_of(m);
-    }
+    write_one_of<4>(w, p.matrix, out, t, block, h, lane);
 }
 
 // attn_in: h = norm(x); qg, k, v = W h.
@@ -94,15 +114,11 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint t = group.y, D = p.matrix[0].columns;
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
 
-    uint block = group.x * simds + simd;
+    const uint block = group.x * simds + simd;
     const Weights w[3] = {
         {q_weight, q_scales, q_biases}, {k_weight, k_scales, k_biases}, {v_weight, v_scales, v_biases}};
     device float* const out[3] = {qg, k, v};
-    for (ushort i = 0; i < 3; ++i) {
-        const args::Matrix m = p.matrix[i];
-        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
-        block -= blocks_of(m);
-    }
+    write_one_of<3>(w, p.matrix, out, t, block, h, lane);
 }
 
 // head: logits = W norm(x).
@@ -159,6 +175,7 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
     float sums[kRowsOfSimd];
     row_dots(w, p.out, row, rows, h, lane, sums);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
 }
@@ -186,6 +203,7 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
     float sums[kRowsOfSimd];
     row_dots(w, p.out, row, rows, h, lane, sums);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
 }

@@ -23,9 +23,13 @@ TILES = clang.HERE / "language" / "cuda_tile.h"
 ARCHITECTURE = "sm_80"
 TARGET = ["--target=nvptx64-nvidia-cuda", f"-march={ARCHITECTURE}"]
 OPTIMISE = ["-O3", "-ffp-contract=on", "-fno-math-errno"]
+# Arrays that loops index have to become registers: loops of known length are unrolled, whatever their size.
+UNROLL = ["-mllvm", "-unroll-threshold=2000"]
 _ALLOCATION = re.compile(
     r"call [^@\n]*@msl_threadgroup_memory\(i64 noundef (\d+), i32 noundef (\d+), i32 noundef (\d+)\)[^\n]*"
 )
+# What was inlined everywhere and is still written out: nothing calls it.
+_FUNCTION = re.compile(r"^\.func [^{;]*(?:;\n|\{.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _DYNAMIC = re.compile(r"call [^@\n]*@msl_dynamic_memory\(\)[^\n]*")
 
 
@@ -46,7 +50,8 @@ def compile(files: Sequence[Path], output: Path, *, include: Iterable[Path] = ()
         modules = list(pool.map(lambda t: _module(t, Path(folder)), translations))
         whole, made = Path(folder) / "whole.bc", Path(folder) / "made.ptx"
         clang.checked([shutil.which(LINK) or "llvm-link", *modules, "-o", whole])
-        clang.checked([clang.CLANG, "-x", "ir", *TARGET, *OPTIMISE, "-Wno-override-module", "-S", whole, "-o", made])
+        clang.checked([clang.CLANG, "-x", "ir", *TARGET, *OPTIMISE, *UNROLL, "-Wno-override-module", "-S", whole, "-o", made])
+        made.write_text(_FUNCTION.sub("", made.read_text()))
         made.replace(output)
     return output
 
@@ -71,8 +76,9 @@ def lowered(module: str) -> str:
     lines, variables, function = [], {}, ""
     for line in module.split("\n"):
         if line.startswith("define "):
-            if "ptx_kernel" not in line:  # seen from outside, it would neither be inlined nor left out
+            if "ptx_kernel" not in line:  # a call costs a GPU its registers, and its arguments their place
                 line = re.sub(r"^define (?:internal |linkonce_odr |dso_local )*", "define internal ", line)
+                line = re.sub(r" (#\d+)", r" alwaysinline \1", line, count=1)
                 line = re.sub(r"\bcomdat\b(?:\([^)]*\))? ?", "", line)
             function = re.sub(r"\W", "_", line[line.index("@") + 1 : line.index("(", line.index("@"))])
         if found := _ALLOCATION.search(line):

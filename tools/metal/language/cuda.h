@@ -104,21 +104,38 @@ MSL_FN uint msl_matrix_row() {
 MSL_FN uint msl_matrix_column() {
     return msl_warp_lane() % 4 * 2;
 }
+// Floats as sums of two numbers of mma's tf32, whose product then lacks the two low parts' alone: about 2^-21.
+// The order of the products in a sum is free, so element 2t stands at mma's t and 2t + 1 at its t + 4.
+MSL_FN void msl_split(float x, thread uint& high, thread uint& low) {
+    __asm__("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
+    __asm__("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(x - __builtin_bit_cast(float, high)));
+}
+MSL_FN void msl_multiply_tf32(thread float* d, thread float* rest, const thread uint* a, const thread uint* b) {
+    __asm__(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(rest[0]), "+f"(rest[1])
+        : "r"(a[0]), "r"(0), "r"(a[1]), "r"(0), "r"(b[0]), "r"(b[1]));
+}
 MSL_FN void msl_multiply_pairs(thread float* d, const thread float* a, const thread float* b) {
-    const uint row = msl_matrix_row(), column = msl_matrix_column();
-    for (uint k = 0; k < 8; ++k) {
-        const float left = msl_shuffle(a[k & 1], row * 4 + k / 2);
-        const float first = msl_shuffle(b[0], k * 4 + column / 2), second = msl_shuffle(b[1], k * 4 + column / 2);
-        d[0] = __builtin_elementwise_fma(left, first, d[0]);
-        d[1] = __builtin_elementwise_fma(left, second, d[1]);
+    const uint row = msl_matrix_row(), t = msl_matrix_column() / 2;
+    uint left[2], left_rest[2], right[2], right_rest[2];
+    for (uint i = 0; i < 2; ++i) {
+        const uint from = (2 * t + i) * 4 + row / 2;  // the lane of row 2t + i that has column `row`
+        const float first = msl_shuffle(b[0], from), second = msl_shuffle(b[1], from);
+        msl_split(row % 2 ? second : first, right[i], right_rest[i]);
+        msl_split(a[i], left[i], left_rest[i]);
     }
+    float unused[2] = {0, 0};
+    msl_multiply_tf32(d, unused, left, right_rest);
+    msl_multiply_tf32(d, unused, left_rest, right);
+    msl_multiply_tf32(d, unused, left, right);
 }
 // The same of bfloat operands, on the matrix unit. mma has 16 rows; the lower 8 stay zero.
 MSL_FN void msl_multiply_bfloats(thread float* d, uint a, uint b) {
     uint turned;
-    __asm__ volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(b));
+    __asm__("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(b));
     float unused[2] = {0, 0};
-    __asm__ volatile(
+    __asm__(
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(unused[0]), "+f"(unused[1])
         : "r"(a), "r"(0), "r"(turned));

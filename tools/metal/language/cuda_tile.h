@@ -57,7 +57,7 @@ struct Sum {
         for (ushort k = 0; k < 2; ++k)
 #pragma unroll
             for (ushort j = 0; j < 2; ++j)
-                __asm__ volatile(
+                __asm__(
                     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                     "{%0,%1,%2,%3};"
                     : "+f"(part[j][0]), "+f"(part[j][1]), "+f"(part[j][2]), "+f"(part[j][3])
