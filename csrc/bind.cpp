@@ -430,6 +430,26 @@ void bind_sampling(nb::module_& m) {
     "progress: collections.abc.Callable[[int, int], None] | None = None, " \
     "interrupt: collections.abc.Callable[[], None] | None = None"
 
+void bind_traffic(nb::module_& m) {
+    nb::class_<Traffic>(m, "Traffic", "What a dispatch asks of a stretch of memory: declared, and as seen.")
+        .def_ro("bytes", &Traffic::bytes, "Bound.")
+        .def_ro("reads", &Traffic::reads, "Declared: bytes of these that it reads, each counted once.")
+        .def_ro("writes", &Traffic::writes, "Declared: bytes that it writes.")
+        .def_ro("read_lines", &Traffic::read_lines, "Seen: distinct lines of 64 bytes that it read.")
+        .def_ro("written_lines", &Traffic::written_lines, "Seen: such lines that it wrote.")
+        .def_ro("asked_read", &Traffic::asked_read, "Seen: bytes that all threads together asked for.")
+        .def_ro("asked_written", &Traffic::asked_written, "Seen: bytes that all threads together gave.")
+        .def_ro("accesses", &Traffic::accesses, "Seen: accesses of SIMD-groups.")
+        .def_ro("sectors", &Traffic::sectors, "Seen: sectors of 32 bytes, each counted once an access.")
+        .def_ro("lines", &Traffic::lines, "Seen: lines of 128 bytes, each counted once an access.");
+    nb::class_<RecordedDispatch>(m, "Dispatch", "One launch of a GPU kernel.")
+        .def_ro("kernel", &RecordedDispatch::kernel)
+        .def_ro("stage", &RecordedDispatch::stage, "Barriers before it.")
+        .def_ro("groups", &RecordedDispatch::groups, "Threadgroups.")
+        .def_ro("threads", &RecordedDispatch::threads, "Of a threadgroup.")
+        .def_ro("memory", &RecordedDispatch::memory, "In the order of its declarations.");
+}
+
 void bind_session(nb::module_& m) {
     nb::class_<State>(m, "State", "Everything one sequence leaves behind after its tokens.")
         .def_prop_ro("length", &State::length, "Tokens taken in so far.")
@@ -565,6 +585,10 @@ void bind_session(nb::module_& m) {
         .def(
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
             "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
+        .def(
+            "_recorded", [](PySession& s) { return s.session->ops().recorded(); },
+            "The dispatches since the last call, as an instrumented simulator saw them; the first call "
+            "begins.")
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
         .def(
@@ -583,16 +607,17 @@ void bind_session(nb::module_& m) {
                 throw std::invalid_argument(format("position: wanted 0 to %lld, got %lld",
                                                    static_cast<long long>(config.max_positions - 1),
                                                    static_cast<long long>(position)));
-            std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, size_t>> list;
-            for (const RecordedDispatch& d : record_decode(config, options, position))
-                list.emplace_back(d.kernel, d.stage, d.groups, d.threads, d.bound_bytes);
-            return list;
+            return record_decode(config, options, position);
         },
         "directory"_a, "position"_a, "options"_a,
-        "The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes "
-        "bound.",
+        "The dispatches of the decode step at a position, for a folder's config.json: recorded dry.",
         nb::sig("def record_decode(directory: str | os.PathLike[str], position: int, "
-                "options: collections.abc.Mapping[str, str]) -> list[tuple[str, int, int, int, int]]"));
+                "options: collections.abc.Mapping[str, str]) -> list[Dispatch]"));
+    m.def(
+        "read_config",
+        [](const std::filesystem::path& directory) { return config_dict(read_config(directory.string())); },
+        "directory"_a, "The model's dimensions in a folder's config.json.",
+        nb::sig("def read_config(directory: str | os.PathLike[str]) -> dict[str, typing.Any]"));
     m.def(
         "option_list",
         [] {
@@ -610,5 +635,6 @@ NB_MODULE(_core, m) {
     nb::register_exception_translator(lily::translate, nullptr);
     lily::bind_weights(m);
     lily::bind_sampling(m);
+    lily::bind_traffic(m);
     lily::bind_session(m);
 }

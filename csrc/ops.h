@@ -9,6 +9,7 @@
 
 #include "state.h"
 #include "tensor.h"
+#include "traffic.h"
 #include "weights.h"
 
 namespace lily {
@@ -109,7 +110,8 @@ struct Ops {
     // Before the steps of a pass, and after which their results may be read.
     virtual void begin(const Batch&) = 0;
     virtual void finish() = 0;
-    virtual void drop_barrier(int64_t) {}  // see Device
+    virtual void drop_barrier(int64_t) {}                            // see Device
+    virtual std::vector<RecordedDispatch> recorded() { return {}; }  // see Device
 
     // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
     virtual void embed(const Linear& embedding, const Batch&) = 0;

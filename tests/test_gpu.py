@@ -118,7 +118,7 @@ def test_no_dispatch_touches_what_it_does_not_declare():
 def barriers_of_a_step(session, state):
     """Count the barriers of one decode step: the stages of a dry run, less one."""
     folder = CHECKPOINTS["tiny"]
-    return _core.record_decode(folder, state.length, session.options)[-1][1]
+    return _core.record_decode(folder, state.length, session.options)[-1].stage
 
 
 def test_every_barrier_is_missed():
@@ -157,8 +157,8 @@ def published(tmp_path_factory):
 def test_a_decode_step_of_the_35b_has_few_stages(published, position):
     """30 x 6 for Gated DeltaNet, 10 x 8 for attention, the embedding's row and the head."""
     dispatches = _core.record_decode(published, position, {})
-    assert dispatches[-1][1] + 1 <= 262
-    assert dispatches[-1][0] == "head"
+    assert dispatches[-1].stage + 1 <= 252
+    assert dispatches[-1].kernel == "head"
 
 
 def test_positions_outside_the_context_are_refused(published):

@@ -21,7 +21,17 @@ def stub() -> str:
     """Give the text of _core.pyi as nanobind's stubgen makes it from the installed core."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "_core.pyi"
-        command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "-m", "lily._core", "-o", str(file)]
+        command = [
+            sys.executable,
+            "-m",
+            "nanobind.stubgen",
+            "--include-private",
+            "--quiet",
+            "-m",
+            "lily._core",
+            "-o",
+            str(file),
+        ]
         subprocess.run(command, check=True)
         return file.read_text()
 

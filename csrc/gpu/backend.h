@@ -2,6 +2,7 @@
 // and declares what each dispatch reads and writes; the recorder turns that into barriers.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <memory>
 #include <span>
@@ -32,6 +33,7 @@ class GpuOps final : public Ops {
     void begin(const Batch&) override;
     void finish() override { recorder_.finish(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
+    std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }
 
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
@@ -79,6 +81,9 @@ class GpuOps final : public Ops {
     // Experts of many rows: gpu/moe.cpp.
     void allocate_experts();
     uint32_t most_tiles(uint32_t T) const;
+    int64_t most_experts(uint32_t T) const {
+        return std::min<int64_t>(c_.experts, int64_t{T} * c_.experts_per_token);
+    }
     void sort_assignments(const LayerWeights&, uint32_t T);
     void moe_route_tiles(const LayerWeights&, const args::MoeRoute&, uint32_t T);
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
@@ -102,15 +107,13 @@ class GpuOps final : public Ops {
     int dimensions_of_lane() const;
     void allocate_attention();
     args::Attention attention_args(const LayerWeights&, const Segment&) const;
-    std::byte** pages_of(const Segment& s) const { return pages_ + number_of(s) * pages_of_sequence_; }
-    size_t bytes_of_tables(size_t sequences) const {
-        return sequences * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
-    }
+    Binding tables(std::span<const Segment>) const;
     const float* turns_of(int64_t r) const { return turns_ + r * c_.rotary_dim; }
     size_t bytes_of_turns(int64_t rows) const {
         return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float);
     }
-    void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t position, bool written) const;
+    void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t begin, int64_t end,
+                     bool written) const;
     void place(const LayerWeights&, const Segment&, bool clears);
     void attend(const LayerWeights&, std::span<const Segment>, int rows);
     void attend_pass(const LayerWeights&, std::span<const Segment>, const args::Attention&);

@@ -6,8 +6,10 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "state.h"
+#include "traffic.h"
 
 namespace lily {
 
@@ -16,6 +18,15 @@ struct Binding {
     const void* data = nullptr;
     size_t bytes = 0;
     bool written = false;
+    size_t reads = 0, writes = 0;  // how many of the bytes it reads and writes, where it can say; else all
+
+    static Binding read(const void* data, size_t bytes) { return {data, bytes, false, bytes, 0}; }
+    static Binding write(void* data, size_t bytes) { return {data, bytes, true, 0, bytes}; }
+    static Binding update(void* data, size_t bytes) { return {data, bytes, true, bytes, bytes}; }
+
+    // The same of which only so many bytes are read, or written.
+    Binding reading(size_t some) const { return {data, bytes, written, some, writes}; }
+    Binding writing(size_t some) const { return {data, bytes, written, reads, some}; }
 };
 
 struct Dispatch {
@@ -37,6 +48,8 @@ struct Device {
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote
     virtual void drop_barrier(int64_t) {
     }  // for tests of the simulator: the n-th barrier from here does nothing
+    // The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
+    virtual std::vector<RecordedDispatch> recorded() { return {}; }
     virtual void finish() = 0;  // waits; throws DeviceError for what went wrong since the last time
 };
 

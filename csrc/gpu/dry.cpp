@@ -27,11 +27,14 @@ class Notebook final : public Device {
     }
 
     void dispatch(const Dispatch& d) override {
-        size_t bytes = d.args.size();
+        notes_.push_back({.kernel = d.kernel,
+                          .stage = stage_,
+                          .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
+                          .threads = d.threads,
+                          .memory = {}});
         for (const auto& list : {d.buffers, d.reached})
-            for (const Binding& b : list) bytes += b.bytes;
-        notes_.push_back(
-            {d.kernel, stage_, int64_t{d.groups[0]} * d.groups[1] * d.groups[2], d.threads, bytes});
+            for (const Binding& b : list)
+                notes_.back().memory.push_back({.bytes = b.bytes, .reads = b.reads, .writes = b.writes});
     }
 
     void barrier() override { ++stage_; }

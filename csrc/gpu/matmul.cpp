@@ -39,11 +39,16 @@ void GpuOps::multiply(const Linear& w, const Rows& x, uint32_t T, float* y, bool
     const std::string kernel =
         (x.type == DType::bf16 ? "matmul_bf16_" : "matmul_f32_") + std::to_string(rows);
     const args::Matmul p{matrix(w), T, x.stride, add};
+    const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
         {.kernel = kernel.c_str(),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
-        p, Buffers().read(x.data, x.bytes).weights(w).write(y, size_t{T} * p.matrix.rows * sizeof(float)));
+        p,
+        Buffers()
+            .read(x.data, x.bytes)
+            .weights(w)
+            .add(add ? Binding::update(y, bytes) : Binding::write(y, bytes)));
 }
 
 // The projections of normed rows: y_i = W_i norm(x).

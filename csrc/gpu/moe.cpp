@@ -53,14 +53,15 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
                         static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_up_tiles(layer, p, T);
+    const int64_t rows = most_experts(T) * c_.expert_width;
     const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
     run(recorder_,
         {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
             .read(a_.router.data, bytes_of_rows(a_.router, T))
-            .weights(w.gate)
-            .weights(w.up)
+            .weights(w.gate, rows)
+            .weights(w.up, rows)
             .write(a_.expert.data, bytes_of_rows(a_.expert, T))
             .write(a_.weight.data, bytes_of_rows(a_.weight, T))
             .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
@@ -82,9 +83,9 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
             .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
             .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
             .read(a_.shared.data, bytes_of_rows(a_.shared, T))
-            .weights(w.down)
+            .weights(w.down, most_experts(T) * c_.hidden)
             .weights(w.shared_down)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 // Sorts the assignments of T tokens by expert, unless moe_up has done so for this layer in this pass: on the
@@ -108,7 +109,7 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
     run(recorder_,
         {.kernel = "moe_sort_plan", .groups = {1, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
         Buffers()
-            .write(counts_, counts)
+            .update(counts_, counts)
             .write(tiles_, most_tiles(T) * sizeof(args::Tile))
             .write(grids_, 6 * sizeof(uint32_t)));
     run(recorder_, {.kernel = "moe_sort_place", .groups = {runs, 1, 1}, .threads = kSortRun}, p,
@@ -204,7 +205,7 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))
             .read(shared_out_, shared)
             .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 }  // namespace lily

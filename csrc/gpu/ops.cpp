@@ -136,7 +136,7 @@ void GpuOps::embed(const Linear&, const Batch& batch) {
     run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
         Buffers()
             .read(tokens_, T * sizeof(int32_t))
-            .weights(embedding_)
+            .weights(embedding_, T)
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
@@ -212,7 +212,7 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
             .read(a_.z.data, bytes_of_rows(a_.z, T))
             .read(layer.gdn.norm)
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
@@ -249,7 +249,7 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <map>
 #include <new>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "error.h"
@@ -75,6 +77,13 @@ class Simulator final : public Device {
                                                                                  library_->release);
         if (result->finding_count) throw DeviceError(d.kernel + ": " + result->findings[0].message);
         if (library_->instrumented) check_stage(d.kernel, bindings, *result);
+        if (recorded_) record(d, bindings, *result);
+    }
+
+    std::vector<RecordedDispatch> recorded() override {
+        std::vector<RecordedDispatch> done = recorded_.value_or(std::vector<RecordedDispatch>());
+        recorded_.emplace();
+        return done;
     }
 
     void barrier() override {
@@ -113,7 +122,60 @@ class Simulator final : public Device {
         }
     }
 
+    // What each stretch of memory saw, beside what was declared of it. The arguments, which travel with the
+    // dispatch, are left out.
+    void record(const Dispatch& d, const std::vector<metal::Binding>& bindings, const metal::Result& result) {
+        RecordedDispatch made{.kernel = d.kernel,
+                              .stage = barriers_,
+                              .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
+                              .threads = d.threads,
+                              .memory = {}};
+        std::map<uint32_t, Traffic*> of_index;
+        made.memory.reserve(bindings.size());
+        size_t i = 1;
+        for (const auto& list : {d.buffers, d.reached})
+            for (const Binding& b : list) {
+                made.memory.push_back({.bytes = b.bytes, .reads = b.reads, .writes = b.writes});
+                of_index[bindings[i++].index] = &made.memory.back();
+            }
+        for (const metal::Traffic& seen : std::span(result.traffic, result.traffic_count)) {
+            const auto found = of_index.find(seen.buffer);
+            if (found == of_index.end()) continue;
+            Traffic& traffic = *found->second;
+            traffic.asked_read = seen.bytes_read;
+            traffic.asked_written = seen.bytes_written;
+            traffic.accesses = seen.groups;
+            traffic.sectors = seen.sectors;
+            traffic.lines = seen.lines;
+        }
+        count_lines(bindings, result, of_index);
+        recorded_->push_back(std::move(made));
+    }
+
+    // Distinct lines of 64 bytes; ranges are in order, and two may share a line.
+    static void count_lines(const std::vector<metal::Binding>& bindings, const metal::Result& result,
+                            const std::map<uint32_t, Traffic*>& of_index) {
+        uint32_t buffer = 0, written = 0;
+        uint64_t next = 0;  // the first line that is not counted yet
+        for (const metal::Range& range : std::span(result.ranges, result.range_count)) {
+            const auto found = of_index.find(range.buffer);
+            if (found == of_index.end()) continue;
+            if (range.buffer != buffer || range.written != written) next = 0;
+            buffer = range.buffer;
+            written = range.written;
+            const auto binding = std::find_if(bindings.begin(), bindings.end(),
+                                              [&](const metal::Binding& b) { return b.index == buffer; });
+            const auto data = reinterpret_cast<uint64_t>(binding->data);
+            const uint64_t first = std::max(next, (data + range.begin) / 64),
+                           end = (data + range.end + 63) / 64;
+            (written ? found->second->written_lines : found->second->read_lines) +=
+                end - std::min(first, end);
+            next = end;
+        }
+    }
+
     std::vector<Touched> stage_;
+    std::optional<std::vector<RecordedDispatch>> recorded_;
     int64_t barriers_ = 0, dropped_ = -1;
     std::unique_ptr<void, int (*)(void*)> handle_;
     const Library* library_ = nullptr;

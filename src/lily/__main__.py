@@ -87,6 +87,18 @@ def _parser() -> argparse.ArgumentParser:
         "info", parents=[model], help="say what is installed and how a model runs here"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument(
+        "--stages",
+        action="store_true",
+        help="count a decode step of the GPU kernels instead; reads no weights, and without --model it is "
+        "Qwen3.6-35B-A3B's",
+    )
+    info.add_argument(
+        "--context",
+        metavar="N",
+        nargs="+",
+        help="--stages: tokens before the step, such as 4096 or 4K; by default 4K, 256, 32K and 128K",
+    )
     info.set_defaults(command=_info)
     return parser
 
@@ -141,13 +153,19 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _load(options: argparse.Namespace) -> "lily.Model":
-    settings: dict[str, Any] = {}
+def _given(options: argparse.Namespace) -> dict[str, str]:
+    """Return what --option gave."""
+    settings: dict[str, str] = {}
     for setting in options.option:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--option: wanted NAME=VALUE, got {setting!r}")
         settings[name] = value
+    return settings
+
+
+def _load(options: argparse.Namespace) -> "lily.Model":
+    settings: dict[str, Any] = _given(options)
     if options.threads is not None:
         settings["threads"] = options.threads
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
@@ -232,6 +250,10 @@ def _info(options: argparse.Namespace) -> int:
     import json
     import platform
 
+    if options.stages:
+        return _stages(options)
+    if options.context:
+        raise ValueError("--context: wanted with --stages only")
     with _load(options) as model:
         loaded = dataclasses.asdict(model.info)
     in_use = loaded.pop("options")
@@ -248,6 +270,23 @@ def _info(options: argparse.Namespace) -> int:
         ],
     }
     print(json.dumps(facts, indent=2, ensure_ascii=False) if options.json else _table(facts))
+    return 0
+
+
+def _stages(options: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from lily import stages
+    from lily.files import checkpoint_folder
+
+    folder = None if options.model is None else checkpoint_folder(options.model)
+    contexts = [stages.tokens(text) for text in options.context or ("4K", "256", "32K", "128K")]
+    steps = [stages.step(folder, context, _given(options)) for context in contexts]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(one) | {"ratio": one.ratio} for one in steps], indent=2))
+    else:
+        print(stages.table(steps, "Qwen3.6-35B-A3B" if folder is None else str(folder)))
     return 0
 
 

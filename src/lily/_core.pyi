@@ -1,6 +1,6 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import numpy.typing
@@ -57,6 +57,71 @@ class History:
     @property
     def counts(self) -> dict[int, int]:
         """How often each token is there."""
+
+class Traffic:
+    """What a dispatch asks of a stretch of memory: declared, and as seen."""
+
+    @property
+    def bytes(self) -> int:
+        """Bound."""
+
+    @property
+    def reads(self) -> int:
+        """Declared: bytes of these that it reads, each counted once."""
+
+    @property
+    def writes(self) -> int:
+        """Declared: bytes that it writes."""
+
+    @property
+    def read_lines(self) -> int:
+        """Seen: distinct lines of 64 bytes that it read."""
+
+    @property
+    def written_lines(self) -> int:
+        """Seen: such lines that it wrote."""
+
+    @property
+    def asked_read(self) -> int:
+        """Seen: bytes that all threads together asked for."""
+
+    @property
+    def asked_written(self) -> int:
+        """Seen: bytes that all threads together gave."""
+
+    @property
+    def accesses(self) -> int:
+        """Seen: accesses of SIMD-groups."""
+
+    @property
+    def sectors(self) -> int:
+        """Seen: sectors of 32 bytes, each counted once an access."""
+
+    @property
+    def lines(self) -> int:
+        """Seen: lines of 128 bytes, each counted once an access."""
+
+class Dispatch:
+    """One launch of a GPU kernel."""
+
+    @property
+    def kernel(self) -> str: ...
+
+    @property
+    def stage(self) -> int:
+        """Barriers before it."""
+
+    @property
+    def groups(self) -> int:
+        """Threadgroups."""
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+
+    @property
+    def memory(self) -> list[Traffic]:
+        """In the order of its declarations."""
 
 class State:
     """Everything one sequence leaves behind after its tokens."""
@@ -130,16 +195,42 @@ class Session:
         A layer's state in float32: keys and values (G, T, Dh), or conv (C - 1, channels) and S (Hv, Dv, Dk).
         """
 
+    def _sample_from(self, logits: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], sampling: Sampling, position: int, history: History | None = None, allowed: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> int: ...
+
     def end(self) -> None:
         """Let calls under way end their threads at their next chance."""
 
     @property
     def calls(self) -> int: ...
 
-def record_decode(directory: str | os.PathLike[str], position: int, options: Mapping[str, str]) -> list[tuple[str, int, int, int, int]]:
+    def _finish(self) -> None: ...
+
+    def _drop_barrier(self, number: int) -> None:
+        """
+        Let the simulator take no notice of the number-th barrier from here, for tests.
+        """
+
+    def _recorded(self) -> list[Dispatch]:
+        """
+        The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
+        """
+
+    def _run(self, op: str, layer: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> None:
+        """Run one op over [(state, tokens), ...], for tests."""
+
+    def _advance(self, state: State, tokens: int) -> None: ...
+
+    def _set(self, name: str, rows: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', writable=False)]) -> None: ...
+
+    def _get(self, name: str, rows: int) -> NDArray[numpy.float32]: ...
+
+def record_decode(directory: str | os.PathLike[str], position: int, options: Mapping[str, str]) -> list[Dispatch]:
     """
-    The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes bound.
+    The dispatches of the decode step at a position, for a folder's config.json: recorded dry.
     """
+
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The model's dimensions in a folder's config.json."""
 
 def option_list() -> list[tuple[str, str, str, str]]:
     """Every option: name, type, default, what it does."""
