@@ -138,6 +138,34 @@ def test_every_barrier_is_missed():
         session._finish()
 
 
+PREFILL = {"matmul_rows": "9", "flash_from": "32", "gdn_scan_from": "32"}  # the defaults
+
+
+@pytest.mark.long
+@pytest.mark.unsanitized
+def test_every_barrier_of_a_prompts_chunk_is_missed():
+    """The same for a chunk of 40 rows, whole model: experts sorted, tiles, flash attention, chunked rule."""
+    session = make_session("tiny", instrumented=True, **PREFILL)
+    chunk = np.resize(PROMPT, 40)
+    base = session.new_state()
+    session.extend(base, PROMPT[:5])
+    session._recorded()
+    session.extend(session.fork(base), chunk)
+    seen = session._recorded()
+    kernels_of = {d.kernel.rpartition("_")[0] for d in seen}
+    assert {"moe_sort", "moe_up_tiles", "moe_down_tiles", "attn_mix_flash", "gdn_mix_chunks"} <= kernels_of
+    count = seen[-1].stage - seen[0].stage
+    assert count > 50
+    for number in range(count):
+        state = session.fork(base)
+        session._finish()
+        session._drop_barrier(number)
+        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
+            session.extend(state, chunk)
+        session._drop_barrier(-1)
+        session._finish()
+
+
 # Recorded dry, at the 35B's shape.
 
 
