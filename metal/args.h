@@ -100,8 +100,9 @@ struct MoeCombine {
     uint experts_per_token;
 };
 
-// A sequence of the batch: its tokens in this pass, and where its recurrent states lie, of all layers one after another.
-// A pass reads one copy and writes the other. Attention finds its pages in a table of their addresses.
+// A sequence of the batch: its tokens in this pass, and where its recurrent states lie, of all layers one
+// after another. A pass reads one copy and writes the other. Attention finds its pages in a table of their
+// addresses.
 struct Sequence {
     LILY_DEVICE float* now;   // (layers, conv (C - 1, channels) then S (Hv, Dv, Dk))
     LILY_DEVICE float* next;  // the same
@@ -134,8 +135,9 @@ struct Attention {
     uint y_stride;
 };
 
-// Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees and on
-// nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on, kFixedSpan each.
+// Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees
+// and on nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on,
+// kFixedSpan each.
 enum { kOneSpan = 256, kFixedSpan = 1024 };
 
 inline uint span_of(uint seen, uint fixed_from) {

@@ -123,7 +123,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
                                device const float2* turns              [[buffer(6)]],  // (rows, R / 2)
                                device const args::Sequence* sequences  [[buffer(7)]],  // (rows or 1)
                                device const Page* tables               [[buffer(8)]],  // (as many, p.pages)
-                               device float* partial                   [[buffer(9)]],  // (rows, H, spans, Dh + 2)
+                               // (rows, H, spans, Dh + 2)
+                               device float* partial                   [[buffer(9)]],
                                device float* mixed                     [[buffer(10)]], // (rows, y_stride)
                                uint3 group                             [[threadgroup_position_in_grid]],
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
@@ -256,7 +257,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
 // the maxima and sums of all spans, which each thread reads anew, are few. The grid is (H, rows).
 [[kernel]] void attn_mix_merge(constant args::Attention& p             [[buffer(0)]],
                                device const args::Sequence* sequences  [[buffer(1)]],  // (rows or 1)
-                               device const float* partial             [[buffer(2)]],  // (rows, H, spans, Dh + 2)
+                               // (rows, H, spans, Dh + 2)
+                               device const float* partial             [[buffer(2)]],
                                device const float* qg                  [[buffer(3)]],  // (rows, H, 2, Dh)
                                device float* mixed                     [[buffer(4)]],  // (rows, y_stride)
                                uint2 group                             [[threadgroup_position_in_grid]],

@@ -97,7 +97,8 @@ template <class B>
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],
-                StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage, lane);
+                StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage,
+                lane);
 }
 
 #define instantiate_matmul(type, name, rows)                                        \

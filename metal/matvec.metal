@@ -129,19 +129,19 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
-[[kernel]] void gdn_out(constant args::MixOut& p           [[buffer(0)]],
-                        device const float* y              [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
-                        device const float* z              [[buffer(2)]],  // (T, Hv Dv)
-                        device const float* norm           [[buffer(3)]],  // (Dv)
-                        device const uchar* weight         [[buffer(4)]],  // (D, Hv Dv) as stored
-                        device const uchar* scales         [[buffer(5)]],
-                        device const uchar* biases         [[buffer(6)]],
-                        device float* x                    [[buffer(7)]],  // (T, D)
-                        threadgroup float* h               [[threadgroup(0)]],  // (Hv Dv)
-                        uint2 group                        [[threadgroup_position_in_grid]],
-                        ushort simd                        [[simdgroup_index_in_threadgroup]],
-                        ushort simds                       [[simdgroups_per_threadgroup]],
-                        ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_out(constant args::MixOut& p          [[buffer(0)]],
+                        device const float* y             [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
+                        device const float* z             [[buffer(2)]],  // (T, Hv Dv)
+                        device const float* norm          [[buffer(3)]],  // (Dv)
+                        device const uchar* weight        [[buffer(4)]],  // (D, Hv Dv) as stored
+                        device const uchar* scales        [[buffer(5)]],
+                        device const uchar* biases        [[buffer(6)]],
+                        device float* x                   [[buffer(7)]],  // (T, D)
+                        threadgroup float* h              [[threadgroup(0)]],  // (Hv Dv)
+                        uint2 group                       [[threadgroup_position_in_grid]],
+                        ushort simd                       [[simdgroup_index_in_threadgroup]],
+                        ushort simds                      [[simdgroups_per_threadgroup]],
+                        ushort lane                       [[thread_index_in_simdgroup]]) {
     const uint t = group.y, width = p.out.columns, Dv = p.head_dim;
     y += t * p.y_stride;
     z += t * width;
@@ -149,7 +149,8 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
         float squares = 0;
         for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
         const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
-        for (uint i = lane; i < Dv; i += kSimd) h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
+        for (uint i = lane; i < Dv; i += kSimd)
+            h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -164,18 +165,18 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
 }
 
 // attn_out: x += W y.
-[[kernel]] void attn_out(constant args::MixOut& p           [[buffer(0)]],
-                         device const float* y              [[buffer(1)]],  // (T, y_stride), H Dh of them used
-                         device const uchar* weight         [[buffer(2)]],  // (D, H Dh) as stored
-                         device const uchar* scales         [[buffer(3)]],
-                         device const uchar* biases         [[buffer(4)]],
-                         device float* x                    [[buffer(5)]],  // (T, D)
-                         threadgroup float* h               [[threadgroup(0)]],  // (H Dh)
-                         uint2 group                        [[threadgroup_position_in_grid]],
-                         uint thread_index                  [[thread_index_in_threadgroup]],
-                         ushort simd                        [[simdgroup_index_in_threadgroup]],
-                         ushort simds                       [[simdgroups_per_threadgroup]],
-                         ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void attn_out(constant args::MixOut& p          [[buffer(0)]],
+                         device const float* y             [[buffer(1)]],  // (T, y_stride), H Dh of them used
+                         device const uchar* weight        [[buffer(2)]],  // (D, H Dh) as stored
+                         device const uchar* scales        [[buffer(3)]],
+                         device const uchar* biases        [[buffer(4)]],
+                         device float* x                   [[buffer(5)]],  // (T, D)
+                         threadgroup float* h              [[threadgroup(0)]],  // (H Dh)
+                         uint2 group                       [[threadgroup_position_in_grid]],
+                         uint thread_index                 [[thread_index_in_threadgroup]],
+                         ushort simd                       [[simdgroup_index_in_threadgroup]],
+                         ushort simds                      [[simdgroups_per_threadgroup]],
+                         ushort lane                       [[thread_index_in_simdgroup]]) {
     const uint t = group.y;
     for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd) h[i] = y[t * p.y_stride + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -42,8 +42,8 @@ METAL_FUNC float element(Weights w, args::Matrix m, uint row, uint column) {
 // bits, so that a SIMD-group reads 128 consecutive bytes of a row; sum(q x) and sum(x) of a word come first,
 // then its group's scale and bias.
 template <ushort kBits>
-METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                                float factor, thread float* total) {
+METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                                ushort lane, float factor, thread float* total) {
     constexpr uint kSlots = 32 / kBits;
     constexpr uint kMask = (1u << kBits) - 1u;
     const uint words = m.columns / kSlots;
@@ -69,8 +69,8 @@ METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, 
 }
 
 // total[r] += factor * (W[row + r] . x), this lane's share, for the `rows` first of kRowsOfSimd rows.
-METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                           float factor, thread float* total) {
+METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                           ushort lane, float factor, thread float* total) {
     if (m.bits == 4) return quantised_share<4>(w, m, row, rows, x, lane, factor, total);
     if (m.bits == 8) return quantised_share<8>(w, m, row, rows, x, lane, factor, total);
     for (uint k = lane; k < m.columns; k += kSimd)
@@ -79,8 +79,8 @@ METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threa
 }
 
 // y[r] = W[row + r] . x for the `rows` first of kRowsOfSimd rows; every lane gets every sum.
-METAL_FUNC void row_dots(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                         thread float* y) {
+METAL_FUNC void row_dots(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                         ushort lane, thread float* y) {
     for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = 0;
     row_shares(w, m, row, rows, x, lane, 1.0f, y);
     for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = simd_sum(y[r]);
