@@ -15,5 +15,6 @@ using namespace lily;
                       uint threads                     [[threads_per_threadgroup]]) {
     const Weights w = {weight, scales, biases};
     const uint columns = a.embedding.columns;
-    for (uint k = thread_index; k < columns; k += threads) x[t * columns + k] = element(w, a.embedding, uint(tokens[t]), k);
+    for (uint k = thread_index; k < columns; k += threads)
+        x[t * columns + k] = element(w, a.embedding, uint(tokens[t]), k);
 }

@@ -121,8 +121,8 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
                      ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const args::Matrix m = p.matrix[0];
-    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds,
-             lane);
+    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
+             uint(simds) * kSimd, simd, simds, lane);
     const Weights w = {weight, scales, biases};
     const uint block = group.x * simds + simd;
     if (block < blocks_of(m)) write_rows(w, m, block, h, lane, logits + group.y * m.rows);
