@@ -9,7 +9,7 @@ run once for each. The counts are exact, and the same on every machine.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from bench.synthetic_config import describe
 from lily import _core, stages
 
 DELTA_LAYERS, ATTENTION_LAYERS = 30, 10  # of the 35B
+STEP = 4096  # tokens before the step that is looked at kernel by kernel
 
 
 class Counts(NamedTuple):
@@ -103,6 +104,23 @@ def of_the_35b(step: list[_core.Dispatch], attend: list[_core.Dispatch]) -> Coun
     )
 
 
+def figures(counts: Counts) -> dict[str, float]:
+    """Return what is recorded of counts, in megabytes."""
+    in_bytes = {"lines": counts.lines * stages.LINE, "asked": counts.asked, "sectors": counts.sectors * 32}
+    return {name: count / 1e6 for name, count in in_bytes.items()}
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Counts, str]]:
+    """Yield (case, counts, note) of every kernel of a step in one layer, and of the 35B's step by context."""
+    step = bench.step(STEP)
+    seen = {dispatch.kernel: dispatch for dispatch in reversed(step)}
+    for dispatch in sorted(seen.values(), key=lambda d: d.stage):
+        yield f"{dispatch.kernel}@{STEP}", count([dispatch]), "one layer"
+    for context in stages.CONTEXTS:
+        note = "30 x one Gated DeltaNet layer, 10 x one attention layer, embedding and head"
+        yield f"step@{context}", of_the_35b(step, bench.attend(context)), note
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.traffic", description=__doc__.splitlines()[0])
@@ -113,22 +131,18 @@ def main(arguments: list[str] | None = None) -> None:
 
     sources = sorted((record.ROOT / "metal").glob("*.metal"))
     bench = Bench(options.directory, str(compile(sources, instrumented=True)))
-    step = bench.step(stages.CONTEXTS[0])
-    for context in stages.CONTEXTS:
-        total = of_the_35b(step, bench.attend(context))
-        figures = {
-            "lines": total.lines * stages.LINE / 1e6,
-            "asked": total.asked / 1e6,
-            "sectors": total.sectors * 32 / 1e6,
-        }
-        for name, figure in figures.items():
-            case = f"decode {name}@{context}"
-            print(record.line(case, "MB", record.summarise([figure])))
+    about = {**describe(options.directory), "device": bench.session.device}
+    for case, counts, note in measure(bench):
+        for name, figure in figures(counts).items():
+            print(record.line(f"{case} {name}", "MB", record.summarise([figure])), flush=True)
             if options.record:
-                about = {**describe(options.directory), "device": "sim"}
-                note = "30 x one Gated DeltaNet layer, 10 x one attention layer, embedding and head"
                 record.append(
-                    bench="traffic", case=case, unit="MB", samples=[figure], options=about, note=note
+                    bench="traffic",
+                    case=f"{case} {name}",
+                    unit="MB",
+                    samples=[figure],
+                    options=about,
+                    note=note,
                 )
 
 

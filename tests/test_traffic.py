@@ -232,8 +232,8 @@ def close(lines: int, declared: int, pieces: int) -> bool:
 def test_a_step_at_real_widths_touches_what_the_dry_one_declares(real):
     """A Gated DeltaNet layer, the attention layer, embedding and head: stage by stage, buffer by buffer."""
     bench = traffic.Bench(real, kernels(instrumented=True))
-    seen = bench.step(4096)
-    dry = _core.record_decode(real, 4096, bench.session.options)
+    seen = bench.step(traffic.STEP)
+    dry = _core.record_decode(real, traffic.STEP, bench.session.options)
     assert [(d.kernel, d.stage - seen[0].stage, d.groups) for d in seen] == [
         (d.kernel, d.stage, d.groups) for d in dry
     ]

@@ -165,7 +165,7 @@ def _by_kernel(recorded: Sequence[_core.Dispatch]) -> Iterator[Stage]:
     """Add up the dispatches of each kernel, in the order of the ops."""
     first_of_stage = {d.stage: d.kernel for d in reversed(recorded)}
     kernels = {d.kernel: _op_of(d.kernel) for d in recorded}
-    for kernel in sorted(kernels, key=lambda name: OPS.index(kernels[name])):
+    for kernel in sorted(kernels, key=lambda name: (*OPS, kernels[name]).index(kernels[name])):
         mine = [d for d in recorded if d.kernel == kernel]
         yield Stage(
             op=kernels[kernel],
@@ -183,7 +183,7 @@ def in_lines(count: int) -> int:
 
 
 def _op_of(kernel: str) -> str:
-    return max((op for op in OPS if kernel.startswith(op)), key=len)
+    return max((op for op in OPS if kernel.startswith(op)), key=len, default="")
 
 
 def _stored(config: Mapping[str, Any], module: str, count: int) -> int:
