@@ -210,7 +210,8 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
     const args::Attention p = attention_args(layer, s);
     const uint32_t rows = p.tokens * (p.heads / p.kv_heads);
     std::vector<Binding> reached;
-    reach_pages(reached, layer.index, s, 0, s.position + s.length, false);
+    const int64_t end = (s.position + s.length + kBlock - 1) / kBlock * kBlock;  // with what place() cleared
+    reach_pages(reached, layer.index, s, 0, end, false);
     run(recorder_,
         {.kernel = format("attn_mix_flash_%d", c_.head_dim),
          .groups = {(rows + kRowsOfTile - 1) / kRowsOfTile, p.kv_heads, 1},

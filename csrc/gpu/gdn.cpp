@@ -124,7 +124,7 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
             .read(layer.gdn.a_log)
             .read(layer.gdn.dt_bias)
             .read(sequence_of(s), sizeof(args::Sequence))
-            .write(prepared_, prepared_bytes)
+            .update(prepared_, prepared_bytes)  // it scales q and k once their lengths are known
             .write(gates_, gate_bytes));
     if (chunks()) return gdn_chunks(p, s, rows, delta);
 
