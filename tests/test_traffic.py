@@ -188,6 +188,7 @@ def test_a_scan_reads_and_writes_the_state_once(scan, rows):
     before, after = (t for t in seen[-1].memory if t.bytes == delta)
     assert (before.asked_read, before.asked_written) == (delta, 0)
     assert (after.asked_read, after.asked_written) == (0, delta)
+    assert before.sectors == after.sectors == delta // 32  # each fetched once: loads are coalesced
     for dispatch in seen[:-1]:
         assert not any(t.bytes == delta and (t.reads or t.writes) for t in dispatch.memory)
     assert next(t for t in seen[0].memory if t.bytes == conv and t.writes).asked_written == conv
@@ -207,6 +208,19 @@ def test_a_few_tokens_read_and_write_the_state_once(rows):
         inputs += 4 * (c["conv_taps"] - 1 - rows) * (conv // 4 // (c["conv_taps"] - 1))
     assert before.asked_read == delta + inputs
     assert after.asked_written == conv + delta
+    assert after.sectors == (conv + delta) // 32
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_nothing_is_touched_that_was_not_counted(rows):
+    """In a step and in a prompt's chunk: no more is read, and no more written, than was declared."""
+    for dispatch in run(make_session(TINY), "forward", 0, rows, past=300):
+        for number, t in enumerate(dispatch.memory):
+            where = f"{dispatch.kernel}, buffer {number}"
+            assert t.reads or not t.read_lines, where
+            assert t.writes or not t.written_lines, where
+            assert 64 * t.read_lines <= stages.in_lines(t.reads) + 64 * 16, where
+            assert 64 * t.written_lines <= stages.in_lines(t.writes) + 64 * 16, where
 
 
 # A whole step at the 35B's widths, against its dry record.
