@@ -5,7 +5,8 @@
 DIRECTORY is a checkpoint of bench.synthetic with every real width: four layers, 256 experts, the whole
 vocabulary. One step goes through the embedding, one Gated DeltaNet layer, one attention layer and the head;
 the 35B has 30 and 10 such layers, so their counts are taken 30 and 10 times. What depends on the context is
-run once for each. The counts are exact, and the same on every machine.
+run once for each. Lines and bytes are the same on every machine, to the few lines that a buffer begins or
+ends within; sectors vary by some per cent with where buffers lie.
 """
 
 import argparse

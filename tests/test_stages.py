@@ -92,6 +92,12 @@ def test_info_counts_any_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("_1_false" in row["kernel"] for row in step["table"])
 
 
+def test_contexts_are_those_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stages.contexts_of(None) == [4096, 256, 32768, 131072]
+    assert main(["info", "--stages", "--json", "--model", str(CHECKPOINTS["demo"])]) == 0
+    assert [step["context"] for step in json.loads(capsys.readouterr().out)] == [256]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

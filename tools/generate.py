@@ -90,7 +90,7 @@ def stages_of_the_35b() -> tuple[str, list[str]]:
 
 
 def kernels_page(page: str, records: Path) -> str:
-    """Give the page of the kernels with the newest counts of bench.traffic, which no machine changes."""
+    """Give the page of the kernels with the newest counts of bench.traffic, and the 35B's steps."""
     newest: dict[str, dict[str, dict[str, Any]]] = {}
     for file in sorted(records.glob("*.jsonl")):
         for r in map(json.loads, file.read_text(encoding="utf-8").splitlines()):

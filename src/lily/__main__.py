@@ -281,7 +281,7 @@ def _stages(options: argparse.Namespace) -> int:
     from lily.files import checkpoint_folder
 
     folder = None if options.model is None else checkpoint_folder(options.model)
-    contexts = [stages.tokens(text) for text in options.context or ("4K", "256", "32K", "128K")]
+    contexts = [stages.tokens(text) for text in options.context or ()] or stages.contexts_of(folder)
     steps = [stages.step(folder, context, _given(options)) for context in contexts]
     if options.json:
         print(json.dumps([dataclasses.asdict(one) | {"ratio": one.ratio} for one in steps], indent=2))

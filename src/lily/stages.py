@@ -86,6 +86,15 @@ def step(folder: Path | None, context: int, options: Mapping[str, str]) -> Step:
     )
 
 
+def contexts_of(folder: Path | None) -> list[int]:
+    """Return the contexts to look at, 4K first, without those that a folder's model is not made for."""
+    standard = sorted(CONTEXTS, key=lambda context: context != 4096)
+    if folder is None:
+        return standard
+    longest = _core.read_config(folder)["max_positions"]
+    return [context for context in standard if context < longest] or [longest - 1]
+
+
 def floor(config: Mapping[str, Any], context: int) -> int:
     """Return the bytes that a decode step after `context` tokens must read and write.
 
