@@ -574,7 +574,12 @@ void bind_session(nb::module_& m) {
                const History* history, const std::optional<Mask>& allowed) {
                 const Draw draw{position, history ? history->counts() : std::span<const TokenCount>(),
                                 span_of(allowed)};
-                return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
+                Ops& ops = s.session->ops();
+                const size_t bytes = logits.size() * sizeof(float);
+                const Memory memory = ops.allocate(bytes);
+                ops.copy(memory.get(), reinterpret_cast<const std::byte*>(logits.data()), bytes);
+                ops.sample({reinterpret_cast<const float*>(memory.get()), logits.size()}, sampling, draw);
+                return ops.drawn();
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
         .def(

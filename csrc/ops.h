@@ -22,9 +22,15 @@ struct Segment {
     int64_t position;  // of its first token in the sequence
 };
 
+// In the place of a token id: the token that Ops::sample drew last, which the device has and the host need
+// not know.
+constexpr int32_t kDrawn = -1;
+
+constexpr int kLogitRows = 32;  // that head gives at a time: enough to reuse a weight
+
 // T rows: one segment when a prompt is taken in, one or several of length 1 when sequences are continued.
 struct Batch {
-    std::span<const int32_t> tokens;  // (T)
+    std::span<const int32_t> tokens;  // (T); one row may be kDrawn
     std::span<const Segment> segments;
     int rows = 0;  // T
 
@@ -127,12 +133,15 @@ struct Ops {
     virtual void moe_down(const LayerWeights&,
                           const Batch&) = 0;  // down, weighted sum, shared expert, residual
 
-    // Final norm and head of rows [row, row + rows) into logits (rows, V) f32.
+    // Final norm and head of rows [row, row + rows), at most kLogitRows, into logits (rows, V) f32, memory of
+    // allocate().
     virtual void head(const Weights&, int row, int rows, float* logits) = 0;
-    // Draws a token from logits (V) f32 that this backend's head wrote. Every backend draws the same one:
-    // reference.py states each rounding. Throws DeviceError if a logit is not finite, std::invalid_argument
-    // if no token is left or an id is outside the vocabulary.
-    virtual int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
+    // Draws a token from logits (V) f32 in memory of allocate(). Every backend draws the same one:
+    // reference.py states each rounding. Throws std::invalid_argument for an id outside the vocabulary.
+    virtual void sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
+    // The token that sample drew last, once it is there. Throws DeviceError if a logit was not finite,
+    // std::invalid_argument if no token was left.
+    virtual int32_t drawn() = 0;
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).

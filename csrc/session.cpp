@@ -7,14 +7,6 @@
 
 namespace lily {
 
-namespace {
-
-// Rows of logits computed at a time when every row's are wanted: enough to reuse a weight, few enough to stay
-// small.
-constexpr int kLogitRows = 32;
-
-}  // namespace
-
 // The right to use the device, waited for. A thread that has it and asks again would wait for itself: what an
 // interrupt runs between two layers can do that.
 class Session::Turn {
@@ -113,6 +105,7 @@ void Session::take_in(State& state, std::span<const int32_t> tokens, const Progr
             after(done, length);
             if (done + length == total) {
                 ops_->head(*weights_, length - 1, 1, state.logits());
+                ops_->finish();
                 state.set_logits(true);
             }
         }
@@ -129,9 +122,16 @@ void Session::extend(State& state, std::span<const int32_t> tokens, const Progre
 void Session::logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress,
                      const Interrupt& interrupt) {
     const int64_t vocab = weights_->config.vocab;
+    const auto bytes = [&](int64_t rows) { return static_cast<size_t>(rows * vocab) * sizeof(float); };
+    Memory found;
     take_in(state, tokens, progress, interrupt, [&](int64_t done, int length) {
-        for (int row = 0; row < length; row += kLogitRows)
-            ops_->head(*weights_, row, std::min(kLogitRows, length - row), out + (done + row) * vocab);
+        if (!found)
+            found = ops_->allocate(bytes(std::min<int64_t>(kLogitRows, static_cast<int64_t>(tokens.size()))));
+        for (int row = 0; row < length; row += kLogitRows) {
+            const int rows = std::min(kLogitRows, length - row);
+            ops_->head(*weights_, row, rows, reinterpret_cast<float*>(found.get()));
+            ops_->copy(reinterpret_cast<std::byte*>(out + (done + row) * vocab), found.get(), bytes(rows));
+        }
     });
 }
 
@@ -146,14 +146,25 @@ int32_t Session::sample(State& state, const Sampling& sampling, const History& h
                         std::span<const uint32_t> allowed) {
     const std::span<const float> logits = logits_of(state);
     const Turn turn(*this);
-    return ops_->sample(logits, sampling, {state.length(), history.counts(), allowed});
+    return draw(logits, sampling, {state.length(), history.counts(), allowed});
+}
+
+int32_t Session::draw(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
+    drawn_ = kNone;
+    ops_->sample(logits, sampling, draw);
+    return drawn_ = ops_->drawn();
 }
 
 int32_t Session::step(State& state, int32_t token, const Sampling& sampling, History& history,
                       std::span<const uint32_t> allowed) {
-    extend(state, {&token, 1}, nullptr);
+    check(state, {&token, 1});
+    const Turn turn(*this);
+    const int32_t taken = token == drawn_ ? kDrawn : token;
+    pass(state, {&taken, 1}, nullptr);
+    ops_->head(*weights_, 0, 1, state.logits());
+    state.set_logits(true);
     history.add(token);
-    return sample(state, sampling, history, allowed);
+    return draw(logits_of(state), sampling, {state.length(), history.counts(), allowed});
 }
 
 std::vector<TokenLogprob> Session::logprobs(const State& state, int32_t token, int top) const {

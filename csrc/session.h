@@ -58,6 +58,7 @@ class Session {
     template <class AfterChunk>
     void take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
                  const Interrupt& interrupt, AfterChunk after);
+    int32_t draw(std::span<const float> logits, const Sampling&, const Draw&);
     void pass(State& state, std::span<const int32_t> tokens, const Interrupt& interrupt);
 
     class Turn;
@@ -68,6 +69,9 @@ class Session {
     int chunk_;
     std::mutex mutex_;
     std::atomic<std::thread::id> owner_;  // of the turn in progress
+
+    static constexpr int32_t kNone = -2;
+    int32_t drawn_ = kNone;  // the token that the device drew last and still has
 };
 
 }  // namespace lily

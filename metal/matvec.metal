@@ -1,6 +1,7 @@
 // The steps that multiply one row at a time: every projection of a decode step, with its norm, gate,
 // activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory; a
 // SIMD-group takes four outputs at a time. The grid is (blocks of outputs, rows of the batch).
+#include "logits.h"
 #include "norm.h"
 #include "quant.h"
 
@@ -105,7 +106,7 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     }
 }
 
-// head: logits = W norm(x).
+// head: logits = W norm(x), and for sample the best key of each threadgroup's 32.
 [[kernel]] void head(constant args::NormProject& p       [[buffer(0)]],
                      device const float* x               [[buffer(1)]],  // (rows, D)
                      device const float* norm            [[buffer(2)]],  // (D)
@@ -113,19 +114,38 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
                      device const uchar* scales          [[buffer(4)]],
                      device const uchar* biases          [[buffer(5)]],
                      device float* logits                [[buffer(6)]],  // (rows, V)
+                     device uint* best                   [[buffer(7)]],  // (rows, V / 32)
                      threadgroup float* h                [[threadgroup(0)]],  // (D)
                      uint2 group                         [[threadgroup_position_in_grid]],
+                     uint2 groups                        [[threadgroups_per_grid]],
                      uint thread_index                   [[thread_index_in_threadgroup]],
                      ushort simd                         [[simdgroup_index_in_threadgroup]],
                      ushort simds                        [[simdgroups_per_threadgroup]],
                      ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
+    threadgroup atomic_uint largest[1];
     const args::Matrix m = p.matrix[0];
+    if (thread_index == 0) atomic_store_explicit(largest, 0, memory_order_relaxed);
     norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
              uint(simds) * kSimd, simd, simds, lane);
     const Weights w = {weight, scales, biases};
-    const uint block = group.x * simds + simd;
-    if (block < blocks_of(m)) write_rows(w, m, block, h, lane, logits + group.y * m.rows);
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    uint key = 0;
+    if (row < m.rows) {
+        const uint rows = min(uint(kRowsOfSimd), m.rows - row);
+        float y[kRowsOfSimd];
+        row_dots(w, m, row, rows, h, lane, y);
+        for (ushort r = 0; r < kRowsOfSimd; ++r) {
+            if (lane != r || r >= rows) continue;
+            logits[group.y * m.rows + row + r] = y[r];
+            key = key_of_finite(y[r]);
+        }
+    }
+    key = simd_max(key);
+    if (lane == 0) atomic_fetch_max_explicit(largest, key, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index == 0)
+        best[group.y * groups.x + group.x] = atomic_load_explicit(largest, memory_order_relaxed);
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.

@@ -71,7 +71,8 @@ class CpuOps final : public Ops {
     void moe_up(const LayerWeights&, const Batch&) override;
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
-    int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    int32_t drawn() override { return drawn_; }
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
@@ -159,6 +160,7 @@ class CpuOps final : public Ops {
     std::vector<int32_t> first_of_;   // (E + 1) into sorted_
     std::vector<int32_t> active_;     // experts with at least one row
     SampleScratch sample_scratch_;
+    int32_t drawn_ = 0;
 };
 
 }  // namespace lily

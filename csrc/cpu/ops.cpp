@@ -189,7 +189,8 @@ void CpuOps::embed(const Linear& w, const Batch& batch) {
         return float_at(t.data, t.dtype, static_cast<size_t>(i));
     };
     threads_.run(batch.rows, batch.rows * w.columns * kRowWork, [&](int64_t r, int) {
-        const int64_t token = batch.tokens[static_cast<size_t>(r)];
+        const int32_t given = batch.tokens[static_cast<size_t>(r)];
+        const int64_t token = given == kDrawn ? drawn_ : given;
         float* x = row(a_.x, r);
         for (int64_t k = 0; k < w.columns; ++k) {
             if (w.bits == 0) {
@@ -212,8 +213,8 @@ void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
              rows);
 }
 
-int32_t CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    return sample_token(logits, sampling, draw, sample_scratch_);
+void CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
+    drawn_ = sample_token(logits, sampling, draw, sample_scratch_);
 }
 
 void CpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {

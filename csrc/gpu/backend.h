@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 #include <memory>
 #include <span>
@@ -13,7 +14,6 @@
 #include "metal/args.h"
 #include "ops.h"
 #include "options.h"
-#include "sample.h"
 
 namespace lily {
 
@@ -28,7 +28,7 @@ class GpuOps final : public Ops {
     int recurrent_copies() const override { return 2; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
 
-    Memory allocate(size_t bytes) override { return device_->allocate(bytes); }
+    Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
     void begin(const Batch&) override;
     void finish() override { recorder_.finish(); }
@@ -46,7 +46,8 @@ class GpuOps final : public Ops {
     void moe_up(const LayerWeights&, const Batch&) override;
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
-    int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    int32_t drawn() override;
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
@@ -119,6 +120,11 @@ class GpuOps final : public Ops {
     void attend_pass(const LayerWeights&, std::span<const Segment>, const args::Attention&);
     void flash(const LayerWeights&, const Segment&);
 
+    // gpu/sample.cpp
+    void allocate_draw(int64_t vocab);
+    uint32_t list_edits(const Sampling&, const Draw&);
+    const float* adjust(std::span<const float> logits, const Sampling&, const Draw&);
+
     static constexpr int kSequences = 64;  // of a batch
 
     const Config c_;
@@ -135,7 +141,6 @@ class GpuOps final : public Ops {
     Activations a_;
     int32_t* tokens_ = nullptr;            // (T)
     float* turns_ = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
-    float* logits_ = nullptr;              // (rows at a time, V)
     args::Sequence* sequences_ = nullptr;  // (kSequences)
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
@@ -163,7 +168,18 @@ class GpuOps final : public Ops {
     Linear embedding_, head_;
     Tensor norm_;
     std::vector<LayerWeights> layers_;  // with every matrix where the device reads it
-    SampleScratch sample_scratch_;
+
+    int64_t drawable_ = 0;         // V that there is room for
+    uint32_t* best_ = nullptr;     // (kLogitRows, V / 32): of each block of logits, as metal/logits.h has it
+    float* adjusted_ = nullptr;    // (V)
+    args::Edit* edits_ = nullptr;  // (V)
+    uint32_t* allowed_ = nullptr;  // (V / 32)
+    int32_t* token_ = nullptr;     // (1): the one drawn
+    std::atomic<const float*> best_of_ =
+        nullptr;                       // the logits whose best are in best_, if they are the head's last row
+    std::span<const float> drawn_of_;  // what token_ was drawn from
+    bool embedded_ = false;            // whether x begins with the row of the one drawn
+    const int32_t* taken_ = nullptr;   // (T): where the pass's tokens are, tokens_ or token_
 };
 
 }  // namespace lily

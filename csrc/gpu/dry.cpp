@@ -146,10 +146,16 @@ std::vector<RecordedDispatch> record_decode(const Config& config, const Options&
     State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
     state.prepare(position + 1, ops);
     state.advance(position);
-    const int32_t token = 0;
+    const std::span<const float> logits(state.logits(), static_cast<size_t>(config.vocab));
+    ops.sample(logits, {}, {position, {}, {}});  // by the step before
+    notes.clear();
+    const int32_t token = kDrawn;
     const Segment segment{&state, 0, 1, position};
     forward(phantom.weights(), ops, {{&token, 1}, {&segment, 1}, 1});
     ops.head(phantom.weights(), 0, 1, state.logits());
+    ops.sample(logits, {}, {position + 1, {}, {}});
+    const int64_t first = notes.front().stage;
+    for (RecordedDispatch& note : notes) note.stage -= first;
     return notes;
 }
 

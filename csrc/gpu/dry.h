@@ -10,7 +10,7 @@
 
 namespace lily {
 
-// The dispatches that take in one token at a position and end with its logits.
+// The dispatches that take in one token at a position and draw the next.
 std::vector<RecordedDispatch> record_decode(const Config& config, const Options& options, int64_t position);
 
 }  // namespace lily

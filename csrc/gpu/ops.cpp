@@ -2,18 +2,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 #include "gpu/backend.h"
 #include "gpu/launch.h"
 
 namespace lily {
-
-namespace {
-
-constexpr int kLogitRows = 32;
-
-}  // namespace
 
 GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType kv,
                std::unique_ptr<Device> device)
@@ -23,8 +18,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
-      recorder_(*device_),
-      sample_scratch_(c_.vocab) {
+      recorder_(*device_) {
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
@@ -36,11 +30,11 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #undef LILY_FIELD
     tokens_ = reinterpret_cast<int32_t*>(scratch(T));
     turns_ = scratch(T * c.rotary_dim);
-    logits_ = scratch(int64_t{kLogitRows} * c.vocab);
     rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
     allocate_experts();
     sequences_ =
         reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+    allocate_draw(c.vocab);
     allocate_gdn();
     allocate_attention();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
@@ -87,7 +81,13 @@ void GpuOps::upload(const Weights& weights) {
     }
 }
 
+Memory GpuOps::allocate(size_t bytes) {
+    best_of_ = nullptr;  // its memory may have been given back, and come again
+    return device_->allocate(bytes);
+}
+
 void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
+    best_of_ = nullptr;
     recorder_.finish();
     std::memcpy(to, from, bytes);
 }
@@ -100,6 +100,10 @@ void GpuOps::begin(const Batch& batch) {
     recorder_.finish();
     sorted_layer_ = -1;
     std::copy(batch.tokens.begin(), batch.tokens.end(), tokens_);
+    const bool hands_over = batch.rows == 1 && tokens_[0] == kDrawn;
+    if (hands_over && !options_.token_handoff) tokens_[0] = drawn();
+    taken_ = hands_over && options_.token_handoff ? token_ : tokens_;
+    embedded_ = embedded_ && taken_ == token_;
     const auto turns = static_cast<int64_t>(frequency_.size());
     for (size_t s = 0; s < batch.segments.size(); ++s) {
         const Segment& segment = batch.segments[s];
@@ -132,10 +136,11 @@ int64_t GpuOps::number_of(const Segment& s) const {
 }
 
 void GpuOps::embed(const Linear&, const Batch& batch) {
+    if (std::exchange(embedded_, false)) return;  // sample did it
     const auto T = static_cast<uint32_t>(batch.rows);
     run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
         Buffers()
-            .read(tokens_, T * sizeof(int32_t))
+            .read(taken_, T * sizeof(int32_t))
             .weights(embedding_, T)
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
@@ -143,23 +148,16 @@ void GpuOps::embed(const Linear&, const Batch& batch) {
 void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
     const auto D = static_cast<uint32_t>(c_.hidden);
-    const size_t bytes = static_cast<size_t>(rows) * static_cast<size_t>(c_.vocab) * sizeof(float);
-    run(recorder_,
-        {.kernel = "head",
-         .groups = {groups_for(blocks_of(p.matrix[0])), static_cast<uint32_t>(rows), 1},
-         .threadgroup = {4 * D}},
-        p,
+    const auto T = static_cast<uint32_t>(rows), blocks = groups_for(blocks_of(p.matrix[0]));
+    static_assert(kSimds * kRowsOfSimd == args::kLogitBlock);
+    run(recorder_, {.kernel = "head", .groups = {blocks, T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
             .read(norm_)
             .weights(head_)
-            .write(logits_, bytes));
-    recorder_.finish();
-    std::memcpy(logits, logits_, bytes);
-}
-
-int32_t GpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    return sample_token(logits, sampling, draw, sample_scratch_);
+            .write(logits, size_t{T} * p.matrix[0].rows * sizeof(float))
+            .write(best_, size_t{T} * blocks * sizeof(uint32_t)));
+    best_of_ = rows == 1 ? logits : nullptr;
 }
 
 void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
