@@ -339,6 +339,7 @@ void set_activation(PySession& s, const std::string& name,
         throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu",
                                            name.c_str(), static_cast<long long>(t.shape[0]),
                                            static_cast<long long>(t.shape[1]), rows.shape(0), rows.shape(1)));
+    s.session->ops().finish();
     if (t.dtype == DType::f32) {
         std::copy_n(rows.data(), rows.size(), t.as<float>());
     } else {
@@ -351,6 +352,7 @@ FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
     const Tensor t = activation(s, name);
     if (static_cast<int64_t>(rows) > t.shape[0])
         throw std::invalid_argument("rows: more than the activation holds");
+    s.session->ops().finish();
     FloatArray out = new_array({rows, static_cast<size_t>(t.shape[1])});
     for (size_t i = 0; i < out.size(); ++i)
         out.data()[i] = t.dtype == DType::f32 ? t.as<float>()[i] : static_cast<float>(t.as<int32_t>()[i]);
@@ -623,6 +625,13 @@ void bind_session(nb::module_& m) {
         [](const std::filesystem::path& directory) { return config_dict(read_config(directory.string())); },
         "directory"_a, "The model's dimensions in a folder's config.json.",
         nb::sig("def read_config(directory: str | os.PathLike[str]) -> dict[str, typing.Any]"));
+    m.def(
+        "_scratch_of_prefill",
+        [](const std::filesystem::path& directory, int64_t tokens,
+           const std::map<std::string, std::string>& given) {
+            return scratch_of_prefill(read_config(directory.string()), options_of(given), tokens);
+        },
+        "directory"_a, "tokens"_a, "options"_a);
     m.def(
         "option_list",
         [] {

@@ -23,6 +23,7 @@ namespace lily {
     X(int,          flash_from,    32,      "GPU prefill: tokens from which attention goes through matrix tiles; 0 is never.") \
     X(std::string,  gdn_scan,      "chunked", "GPU prefill: how the delta rule is scanned: registers, packed or chunked.") \
     X(int,          gdn_scan_from, 32,      "GPU prefill: tokens from which the delta rule is scanned; 0 is never.")                 \
+    X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
     X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
     X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")

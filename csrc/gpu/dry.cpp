@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 
 #include "forward.h"
@@ -19,6 +20,7 @@ class Notebook final : public Device {
     std::string name() const override { return "dry"; }
 
     Memory allocate(size_t bytes) override {
+        allocated_ += bytes;
         const size_t whole = bytes ? bytes : 1;
         void* p =
             mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -40,7 +42,10 @@ class Notebook final : public Device {
     void barrier() override { ++stage_; }
     void finish() override {}
 
+    size_t allocated() const { return allocated_; }
+
    private:
+    size_t allocated_ = 0;
     std::vector<RecordedDispatch>& notes_;
     int64_t stage_ = 0;
 };
@@ -157,6 +162,26 @@ std::vector<RecordedDispatch> record_decode(const Config& config, const Options&
     const int64_t first = notes.front().stage;
     for (RecordedDispatch& note : notes) note.stage -= first;
     return notes;
+}
+
+size_t scratch_of_prefill(const Config& config, const Options& options, int64_t tokens) {
+    std::vector<RecordedDispatch> notes;
+    const Phantom phantom(config);
+    const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+    auto notebook = std::make_unique<Notebook>(notes);
+    const Notebook& device = *notebook;
+    GpuOps ops(phantom.weights(), options, options.prefill_chunk, kv, std::move(notebook));
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
+    const std::vector<int32_t> zeros(static_cast<size_t>(options.prefill_chunk));
+    for (int64_t done = 0; done < tokens; done = state.length()) {
+        const auto rows = static_cast<int>(std::min<int64_t>(options.prefill_chunk, tokens - done));
+        state.prepare(rows, ops);
+        const Segment segment{&state, 0, rows, done};
+        forward(phantom.weights(), ops,
+                {std::span(zeros).first(static_cast<size_t>(rows)), {&segment, 1}, rows});
+        notes.clear();
+    }
+    return device.allocated() - state.bytes();
 }
 
 }  // namespace lily

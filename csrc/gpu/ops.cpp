@@ -18,7 +18,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
-      recorder_(*device_) {
+      recorder_(*device_, options.concurrent) {
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})

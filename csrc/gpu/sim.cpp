@@ -1,7 +1,7 @@
-// The simulator: a Device that runs kernels which tools/metal compiled for the CPU. It does each dispatch at
-// once, so a barrier orders nothing. With an instrumented library it holds every dispatch to what it
-// declared, and every pair of dispatches without a barrier between them to memory that they really may touch
-// side by side.
+// The simulator: a Device that runs kernels which tools/metal compiled for the CPU. Dispatches between two
+// barriers wait for the second and then run in the reverse of their order, as a GPU might run them. With an
+// instrumented library it holds every dispatch to what it declared, and every pair of dispatches without a
+// barrier between them to memory that they really may touch side by side.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <new>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -51,7 +52,9 @@ class Simulator final : public Device {
         return Memory(p, std::free);
     }
 
-    void dispatch(const Dispatch& d) override {
+    void dispatch(const Dispatch& d) override { waiting_.emplace_back(d); }
+
+    void execute(const Dispatch& d) {
         const auto kernel = kernels_.find(d.kernel);
         if (kernel == kernels_.end()) throw DeviceError("simulator: there is no kernel " + d.kernel);
         std::vector<metal::Binding> bindings;
@@ -81,18 +84,55 @@ class Simulator final : public Device {
     }
 
     std::vector<RecordedDispatch> recorded() override {
+        run_waiting();
         std::vector<RecordedDispatch> done = recorded_.value_or(std::vector<RecordedDispatch>());
         recorded_.emplace();
         return done;
     }
 
     void barrier() override {
+        run_waiting();
         if (barriers_++ != dropped_) stage_.clear();
     }
-    void finish() override { stage_.clear(); }
+    void finish() override {
+        run_waiting();
+        stage_.clear();
+    }
     void drop_barrier(int64_t number) override { dropped_ = number < 0 ? -1 : barriers_ + number; }
 
    private:
+    // A dispatch with what it points to.
+    class Waiting {
+       public:
+        explicit Waiting(const Dispatch& d)
+            : dispatch_(d),
+              args_(d.args.begin(), d.args.end()),
+              buffers_(d.buffers.begin(), d.buffers.end()),
+              threadgroup_(d.threadgroup.begin(), d.threadgroup.end()),
+              reached_(d.reached.begin(), d.reached.end()) {}
+
+        Dispatch dispatch() const {
+            Dispatch d = dispatch_;
+            d.args = args_;
+            d.buffers = buffers_;
+            d.threadgroup = threadgroup_;
+            d.reached = reached_;
+            return d;
+        }
+
+       private:
+        Dispatch dispatch_;
+        std::vector<std::byte> args_;
+        std::vector<Binding> buffers_;
+        std::vector<uint32_t> threadgroup_;
+        std::vector<Binding> reached_;
+    };
+
+    void run_waiting() {
+        const std::vector<Waiting> waiting = std::exchange(waiting_, {});
+        for (size_t i = waiting.size(); i-- > 0;) execute(waiting[i].dispatch());
+    }
+
     // Bytes that a dispatch of the present stage touched.
     struct Touched {
         const std::byte *begin, *end;
@@ -174,6 +214,7 @@ class Simulator final : public Device {
         }
     }
 
+    std::vector<Waiting> waiting_;
     std::vector<Touched> stage_;
     std::optional<std::vector<RecordedDispatch>> recorded_;
     int64_t barriers_ = 0, dropped_ = -1;
