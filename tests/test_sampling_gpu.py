@@ -1,5 +1,7 @@
-"""Drawing on the GPU: the tokens that the CPU draws, from logits of every kind, and the token's way into the next
-step. test_ops.py has the common cases, for every backend."""
+"""Drawing on the GPU: the tokens that the CPU draws, whatever the logits, and their way into the next step.
+
+test_ops.py has the common cases, for every backend.
+"""
 
 import numpy as np
 import pytest
