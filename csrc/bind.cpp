@@ -631,7 +631,9 @@ void bind_session(nb::module_& m) {
            const std::map<std::string, std::string>& given) {
             return scratch_of_prefill(read_config(directory.string()), options_of(given), tokens);
         },
-        "directory"_a, "tokens"_a, "options"_a);
+        "directory"_a, "tokens"_a, "options"_a,
+        nb::sig("def _scratch_of_prefill(directory: str | os.PathLike[str], tokens: int, "
+                "options: collections.abc.Mapping[str, str]) -> int"));
     m.def(
         "option_list",
         [] {

@@ -23,6 +23,8 @@ namespace lily {
     X(int,          flash_from,    32,      "GPU prefill: tokens from which attention goes through matrix tiles; 0 is never.") \
     X(std::string,  gdn_scan,      "chunked", "GPU prefill: how the delta rule is scanned: registers, packed or chunked.") \
     X(int,          gdn_scan_from, 32,      "GPU prefill: tokens from which the delta rule is scanned; 0 is never.")                 \
+    X(bool,         fused_dequantisation, true, "GPU prefill: weights become bfloat16 on their way into a product, not before it.") \
+    X(bool,         gpu_routing,   true,    "GPU prefill: the device sorts a chunk's rows by expert, not the host.")         \
     X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
     X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \

@@ -119,6 +119,19 @@ def test_tiled_op_keeps_within_bounds(op, models, session_of, monkeypatch):
         check(model, session, case, inputs(case, model.config, widths(session)), monkeypatch)
 
 
+@pytest.mark.parametrize("option", ["fused_dequantisation", "gpu_routing"])
+@pytest.mark.parametrize("checkpoint", ["tiny", "small"])
+def test_what_is_done_beforehand_leaves_no_trace(checkpoint, option, models, session_of):
+    """Weights expanded before a product, and rows sorted by the host, give the same bits."""
+    sessions = [session_of(checkpoint), session_of(checkpoint, **{option: "false"})]
+    for op in TILED if option == "fused_dequantisation" else ["moe_up", "moe_down"]:
+        case = Case(op, checkpoint, 129)
+        given = inputs(case, models[checkpoint].config, widths(sessions[0]))
+        whole, other = (run(session, case, given) for session in sessions)
+        for name in whole:
+            assert np.array_equal(whole[name], other[name]), (op, name)
+
+
 @pytest.mark.parametrize("op", TILED)
 def test_a_row_does_not_see_its_neighbours_in_a_tile(op, models, session_of):
     tiles = ("0", "16", "32") if op in ("moe_up", "moe_down") else ("0",)

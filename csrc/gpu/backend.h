@@ -74,6 +74,8 @@ class GpuOps final : public Ops {
     bool tiled(const Batch&) const;
     static uint32_t block_rows(uint32_t T);
     static uint32_t threads_of_block(uint32_t rows);
+    void allocate_expanded();
+    Linear expanded(const Linear&, int place = 0);
     void norm_rows(const Tensor& norm, uint32_t T, void* h, DType type);
     void multiply(const Linear&, const Rows& x, uint32_t T, float* y, bool add = false);
     void project(const Tensor& norm, uint32_t T,
@@ -86,6 +88,7 @@ class GpuOps final : public Ops {
         return std::min<int64_t>(c_.experts, int64_t{T} * c_.experts_per_token);
     }
     void sort_assignments(const LayerWeights&, uint32_t T);
+    void sort_on_host(const args::MoeSort&);
     void moe_route_tiles(const LayerWeights&, const args::MoeRoute&, uint32_t T);
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
@@ -153,6 +156,7 @@ class GpuOps final : public Ops {
     int64_t results_ = 0;
     std::byte** pages_ = nullptr;  // (kSequences, pages of the longest context): their addresses
 
+    void* expanded_[2] = {};       // the largest matrix each, bf16: if weights are expanded before products
     void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
     uint32_t* order_ = nullptr;    // (T K): assignments sorted by expert
     uint32_t* counts_ = nullptr;   // (runs of assignments, E)

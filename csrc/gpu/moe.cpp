@@ -1,5 +1,6 @@
 // GpuOps: the mixture of experts. A few rows go through it one at a time; a prompt's are sorted by expert.
 #include <algorithm>
+#include <numeric>
 
 #include "gpu/backend.h"
 #include "gpu/launch.h"
@@ -102,6 +103,7 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
                           expert_rows_,
                           ceil_div(c_.expert_width, kSlabRows / 2),
                           ceil_div(c_.hidden, kSlabRows)};
+    if (!options_.gpu_routing) return sort_on_host(p);
     const size_t counts = size_t{runs} * E * sizeof(uint32_t);
     run(recorder_,
         {.kernel = "moe_sort_count", .groups = {runs, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
@@ -119,6 +121,28 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
             .write(order_, assignments * sizeof(uint32_t)));
 }
 
+// The same by the host, which waits for the chosen experts.
+void GpuOps::sort_on_host(const args::MoeSort& p) {
+    recorder_.finish();
+    const auto* expert = a_.expert.as<int32_t>();
+    std::iota(order_, order_ + p.assignments, 0u);
+    std::stable_sort(order_, order_ + p.assignments,
+                     [&](uint32_t a, uint32_t b) { return expert[a] < expert[b]; });
+    uint32_t tiles = 0;
+    for (uint32_t first = 0, rows = 0; first < p.assignments; first += rows) {
+        const int32_t e = expert[order_[first]];
+        rows = 1;
+        while (first + rows < p.assignments && rows < p.tile_rows && expert[order_[first + rows]] == e)
+            ++rows;
+        tiles_[tiles++] = {static_cast<uint32_t>(e), first, rows};
+    }
+    for (uint32_t* grid : {grids_, grids_ + 3}) {
+        grid[0] = grid == grids_ ? p.up_blocks : p.down_blocks;
+        grid[1] = tiles;
+        grid[2] = 1;
+    }
+}
+
 // Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each
 // expert.
 uint32_t GpuOps::most_tiles(uint32_t T) const {
@@ -132,17 +156,18 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
     norm_rows(layer.post_norm, T, a_.h.data, h.type);
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
+    const Linear gate = expanded(w.shared_gate, 0), up = expanded(w.shared_up, 1);
     const uint32_t rows = block_rows(T);
     const std::string kernel = "matmul_swiglu_" + std::to_string(rows);
     run(recorder_,
         {.kernel = kernel.c_str(),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
-        args::MatmulSwiglu{p.shared_gate, p.shared_up, T},
+        args::MatmulSwiglu{matrix(gate), matrix(up), T},
         Buffers()
             .read(h.data, h.bytes)
-            .weights(w.shared_gate)
-            .weights(w.shared_up)
+            .weights(gate)
+            .weights(up)
             .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
 }
 
@@ -162,19 +187,23 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
             .write(a_.weight.data, bytes_of_rows(a_.weight, T))
             .write(rounded_, rounded));
     sort_assignments(layer, T);
+    const Linear gate = expanded(w.gate, 0), up = expanded(w.up, 1);
+    args::MoeUp tiles = p;
+    tiles.gate = matrix(gate, c_.expert_width);
+    tiles.up = matrix(up, c_.expert_width);
     const std::string kernel = "moe_up_tiles_" + std::to_string(expert_rows_);
     run(recorder_,
         {.kernel = kernel.c_str(),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_},
-        p,
+        tiles,
         Buffers()
             .read(rounded_, rounded)
             .read(order_, T * p.experts_per_token * sizeof(uint32_t))
             .read(tiles_, most_tiles(T) * sizeof(args::Tile))
-            .weights(w.gate)
-            .weights(w.up)
+            .weights(gate)
+            .weights(up)
             .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
 }
 
@@ -182,6 +211,9 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     const MoeWeights& w = here(layer).moe;
     const uint32_t D = p.down.rows, K = p.experts_per_token;
     sort_assignments(layer, T);
+    const Linear down = expanded(w.down);
+    args::MoeDown tiles = p;
+    tiles.down = matrix(down, c_.hidden);
     const size_t part = size_t{T} * K * D * sizeof(uint16_t), shared = size_t{T} * D * sizeof(float);
     const std::string kernel = "moe_down_tiles_" + std::to_string(expert_rows_);
     run(recorder_,
@@ -189,12 +221,12 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_ + 3},
-        p,
+        tiles,
         Buffers()
             .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
             .read(order_, T * K * sizeof(uint32_t))
             .read(tiles_, most_tiles(T) * sizeof(args::Tile))
-            .weights(w.down)
+            .weights(down)
             .write(part_, part));
     const Rows hidden{a_.shared.data, bytes_of_rows(a_.shared, T), p.shared_down.columns, DType::f32};
     multiply(w.shared_down, hidden, T, shared_out_);

@@ -40,6 +40,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
     for (int i = 0; i < c.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
     upload(weights);
+    allocate_expanded();
 }
 
 float* GpuOps::scratch(int64_t floats) {

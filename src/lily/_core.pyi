@@ -232,5 +232,7 @@ def record_decode(directory: str | os.PathLike[str], position: int, options: Map
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The model's dimensions in a folder's config.json."""
 
+def _scratch_of_prefill(directory: str | os.PathLike[str], tokens: int, options: Mapping[str, str]) -> int: ...
+
 def option_list() -> list[tuple[str, str, str, str]]:
     """Every option: name, type, default, what it does."""
