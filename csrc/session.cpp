@@ -52,22 +52,23 @@ void Session::check_own(const State& state) const {
 }
 
 State Session::new_state() const {
-    return State(layout_, *ops_);
+    return State(layout_, *ops_, ledger_);
 }
 
 State Session::fork(const State& state) {
     check_own(state);
     const Turn turn(*this);
-    return state;
+    return state.fork();
 }
 
-void Session::check(const State& state, std::span<const int32_t> tokens) const {
+void Session::check(const State& state, std::span<const int32_t> tokens, const Intake& intake) const {
     check_own(state);
     const Config& c = weights_->config;
     const auto length = static_cast<int64_t>(tokens.size());
-    LILY_CHECK(ContextError, state.length() + length <= c.max_positions,
+    const int64_t end = std::max(state.length() + length, intake.end);
+    LILY_CHECK(ContextError, end <= c.max_positions,
                "%lld tokens do not fit: the context holds %lld, of which %lld are taken. Shorten the prompt.",
-               static_cast<long long>(length), static_cast<long long>(c.max_positions),
+               static_cast<long long>(end - state.length()), static_cast<long long>(c.max_positions),
                static_cast<long long>(state.length()));
     for (int64_t i = 0; i < length; ++i) {
         const int32_t token = tokens[static_cast<size_t>(i)];
@@ -75,17 +76,29 @@ void Session::check(const State& state, std::span<const int32_t> tokens) const {
                    "tokens[%lld]: wanted an id from 0 to %d, got %d", static_cast<long long>(i), c.vocab - 1,
                    token);
     }
+    int64_t before = state.length();
+    for (const int64_t position : intake.checkpoints) {
+        LILY_CHECK(std::invalid_argument, position > before && position <= state.length() + length,
+                   "checkpoints: wanted ascending positions from %lld to %lld, got %lld",
+                   static_cast<long long>(state.length() + 1),
+                   static_cast<long long>(state.length() + length), static_cast<long long>(position));
+        LILY_CHECK(std::invalid_argument, resumes(position, end),
+                   "checkpoints: wanted multiples of %d that are not right before the end, got %lld", grid(),
+                   static_cast<long long>(position));
+        before = position;
+    }
 }
 
-// Takes one chunk into one state, which is as it was if that is interrupted.
-void Session::pass(State& state, std::span<const int32_t> tokens, const Interrupt& interrupt) {
+// Takes one chunk, or a part of one, into one state, which is as it was if that is interrupted.
+void Session::pass(State& state, std::span<const int32_t> tokens, int chunk_rows,
+                   const Interrupt& interrupt) {
     State before;
-    if (interrupt) before = state;  // shares its memory, so the pass writes to a copy
+    if (interrupt) before = state.fork();  // shares its memory, so the pass writes to a copy
     const auto length = static_cast<int>(tokens.size());
     try {
         state.prepare(length, *ops_);
         state.set_logits(false);
-        const Segment segment{&state, 0, length, state.length()};
+        const Segment segment{&state, 0, length, state.length(), chunk_rows};
         forward(*weights_, *ops_, Batch{tokens, {&segment, 1}, length}, interrupt);
     } catch (...) {
         if (interrupt) {
@@ -96,43 +109,127 @@ void Session::pass(State& state, std::span<const int32_t> tokens, const Interrup
     }
 }
 
+void Session::make_logits(State& state, int row) {
+    ops_->head(*weights_, row, 1, state.new_logits(*ops_));
+    state.set_logits(true);
+}
+
 // One chunk at a time, so that callers on other threads take turns between chunks.
 template <class AfterChunk>
-void Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
-                      const Interrupt& interrupt, AfterChunk after) {
-    check(state, tokens);
+std::vector<State> Session::take_in(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                                    const Interrupt& interrupt, const Intake& intake, AfterChunk after) {
+    check(state, tokens, intake);
+    std::vector<State> kept;
     const auto total = static_cast<int64_t>(tokens.size());
+    const int64_t last = state.length() + total, end = std::max(last, intake.end);
+    auto checkpoint = intake.checkpoints.begin();
     for (int64_t done = 0; done < total;) {
         if (progress && done > 0) progress(done, total);
         // Chunks end on multiples of the chunk size in the sequence, wherever this call began.
-        const int64_t to_border = chunk_ - state.length() % chunk_;
-        const auto length = static_cast<int>(std::min(to_border, total - done));
+        const int64_t chunk = state.length() / chunk_ * chunk_;
+        const bool keeps = checkpoint != intake.checkpoints.end() && *checkpoint <= chunk + chunk_;
+        const int64_t stop = keeps ? *checkpoint : std::min(chunk + chunk_, last);
+        const auto length = static_cast<int>(stop - state.length());
         {
             const Turn turn(*this);
-            pass(state, tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)), interrupt);
+            pass(state, tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)),
+                 static_cast<int>(std::min(chunk + chunk_, end) - chunk), interrupt);
             after(done, length);
-            if (done + length == total) {
-                ops_->head(*weights_, length - 1, 1, state.logits());
-                state.set_logits(true);
-            }
+            if (keeps || stop == end) make_logits(state, length - 1);
+            if (keeps) kept.push_back(state.fork());
         }
+        checkpoint += keeps;
         done += length;
     }
     if (progress) progress(total, total);
+    return kept;
 }
 
-void Session::extend(State& state, std::span<const int32_t> tokens, const Progress& progress,
-                     const Interrupt& interrupt) {
-    take_in(state, tokens, progress, interrupt, [](int64_t, int) {});
+std::vector<State> Session::extend(State& state, std::span<const int32_t> tokens, const Progress& progress,
+                                   const Interrupt& interrupt, const Intake& intake) {
+    return take_in(state, tokens, progress, interrupt, intake, [](int64_t, int) {});
 }
 
 void Session::logits(State& state, std::span<const int32_t> tokens, float* out, const Progress& progress,
                      const Interrupt& interrupt) {
     const int64_t vocab = weights_->config.vocab;
-    take_in(state, tokens, progress, interrupt, [&](int64_t done, int length) {
+    take_in(state, tokens, progress, interrupt, {}, [&](int64_t done, int length) {
         for (int row = 0; row < length; row += kLogitRows)
             ops_->head(*weights_, row, std::min(kLogitRows, length - row), out + (done + row) * vocab);
     });
+}
+
+// A cut off the grid changes sums of the tiled kernels. So does a rest that is shorter than the convolution,
+// which they can't take, unless that is all that its chunk has.
+bool Session::resumes(int64_t position, int64_t end) const {
+    if (position == end) return true;
+    if (position > end || position % grid() != 0) return false;
+    const int64_t border = std::min(end, (position / chunk_ + 1) * chunk_);
+    return grid() == 1 || position % chunk_ == 0 || border - position >= weights_->config.conv_taps - 1;
+}
+
+StateParts Session::parts(const State& state) {
+    check_own(state);
+    const Turn turn(*this);
+    ops_->finish();
+    const auto whole = [](const std::shared_ptr<Block>& block) {
+        return std::shared_ptr<const std::byte>(block, block->data());
+    };
+    StateParts parts;
+    for (int64_t page = 0; page * kPageTokens < state.length() && layout_.page; ++page) {
+        const std::shared_ptr<Block>& block = state.pages()[static_cast<size_t>(page)];
+        const auto held =
+            static_cast<int>(std::min<int64_t>(state.length() - page * kPageTokens, kPageTokens));
+        if (held == kPageTokens) {
+            parts.pages.push_back(whole(block));
+            continue;
+        }
+        const std::shared_ptr<std::byte> copy(new std::byte[layout_.page],
+                                              std::default_delete<std::byte[]>());
+        std::copy_n(block->data(), layout_.page, copy.get());
+        ops_->clear_page(copy.get(), held);
+        parts.pages.push_back(copy);
+    }
+    parts.recurrent = whole(state.recurrent());
+    if (state.has_logits()) parts.logits = whole(state.logits_block());
+    return parts;
+}
+
+// A part of a mapped file as a block: there, if the backend can read it there, else a copy.
+std::shared_ptr<Block> Session::adopt(const Memory& file, size_t size, int64_t at, size_t bytes) {
+    LILY_CHECK(std::invalid_argument,
+               at >= 0 && bytes <= size && static_cast<size_t>(at) <= size - bytes &&
+                   at % static_cast<int64_t>(sizeof(float)) == 0,
+               "file: wanted %zu bytes at byte %lld, of %zu there are", bytes, static_cast<long long>(at),
+               size);
+    const Memory part(file, file.get() + at);
+    if (ops_->maps_files()) return std::make_shared<Block>(part, bytes);
+    auto block = std::make_shared<Block>(*ops_, ledger_, bytes);
+    ops_->copy(block->data(), part.get(), bytes);
+    block->filled = kPageTokens;
+    return block;
+}
+
+std::vector<State> Session::restore(const Memory& file, size_t bytes, int64_t pages,
+                                    std::span<const SavedState> states) {
+    const Turn turn(*this);
+    std::vector<std::shared_ptr<Block>> blocks;
+    std::vector<State> restored;
+    for (const SavedState& saved : states) {
+        LILY_CHECK(std::invalid_argument, saved.length >= 0 && saved.length <= weights_->config.max_positions,
+                   "state: wanted a length of at most %lld tokens, got %lld",
+                   static_cast<long long>(weights_->config.max_positions),
+                   static_cast<long long>(saved.length));
+        const size_t held =
+            layout_.page ? static_cast<size_t>((saved.length + kPageTokens - 1) / kPageTokens) : 0;
+        while (blocks.size() < held)
+            blocks.push_back(
+                adopt(file, bytes, pages + static_cast<int64_t>(blocks.size() * layout_.page), layout_.page));
+        restored.emplace_back(layout_, ledger_, saved.length, std::span(blocks).first(held),
+                              adopt(file, bytes, saved.recurrent, layout_.recurrent),
+                              saved.logits < 0 ? nullptr : adopt(file, bytes, saved.logits, layout_.logits));
+    }
+    return restored;
 }
 
 std::span<const float> Session::logits_of(const State& state) const {
@@ -151,7 +248,12 @@ int32_t Session::sample(State& state, const Sampling& sampling, const History& h
 
 int32_t Session::step(State& state, int32_t token, const Sampling& sampling, History& history,
                       std::span<const uint32_t> allowed) {
-    extend(state, {&token, 1}, nullptr);
+    check(state, {&token, 1}, {});
+    {
+        const Turn turn(*this);
+        pass(state, {&token, 1}, 0, nullptr);
+        make_logits(state, 0);
+    }
     history.add(token);
     return sample(state, sampling, history, allowed);
 }

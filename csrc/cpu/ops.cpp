@@ -131,6 +131,19 @@ void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
+void CpuOps::clear_page(std::byte* page, int position) const {
+    const auto Dh = static_cast<size_t>(c_.head_dim), size = bytes_of(kv_);
+    const size_t head = Dh * kPageTokens * size, kept = static_cast<size_t>(position);
+    for (int plane = 0; plane < 2 * c_.attention_layers() * c_.kv_heads; ++plane, page += head) {
+        if (plane / c_.kv_heads % 2 == 1) {  // values (256, Dh)
+            std::memset(page + kept * Dh * size, 0, (kPageTokens - kept) * Dh * size);
+            continue;
+        }
+        for (size_t d = 0; d < Dh; ++d)  // keys (Dh, 256)
+            std::memset(page + (d * kPageTokens + kept) * size, 0, (kPageTokens - kept) * size);
+    }
+}
+
 // A few tasks a thread, so that uneven threads even out, of whole cache lines of output.
 int64_t CpuOps::outputs_of_task(int64_t outputs) const {
     const int64_t even = outputs / (threads_.count() * 4);

@@ -140,13 +140,13 @@ std::vector<RecordedDispatch> record_decode(const Config& config, const Options&
     const Phantom phantom(config);
     const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
     GpuOps ops(phantom.weights(), options, 1, kv, std::make_unique<Notebook>(notes));
-    State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
     state.prepare(position + 1, ops);
     state.advance(position);
     const int32_t token = 0;
     const Segment segment{&state, 0, 1, position};
     forward(phantom.weights(), ops, {{&token, 1}, {&segment, 1}, 1});
-    ops.head(phantom.weights(), 0, 1, state.logits());
+    ops.head(phantom.weights(), 0, 1, state.new_logits(ops));
     return notes;
 }
 

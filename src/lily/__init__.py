@@ -11,7 +11,15 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lily.errors import ContextError, DeviceError, LilyError, ModelFilesError
+from lily.errors import (
+    ContextError,
+    DeviceError,
+    LilyError,
+    MemoryLimitError,
+    ModelFilesError,
+    PrefixFileError,
+    PrefixMismatchError,
+)
 
 if TYPE_CHECKING:
     from lily.asynchronous import AsyncStream
@@ -32,10 +40,13 @@ __all__ = [
     "ContextError",
     "DeviceError",
     "LilyError",
+    "MemoryLimitError",
     "Model",
     "ModelFilesError",
     "ModelInfo",
     "Prefix",
+    "PrefixFileError",
+    "PrefixMismatchError",
     "Sampling",
     "Stream",
     "Timings",

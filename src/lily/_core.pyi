@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import os
 from typing import Any
 
@@ -73,6 +73,11 @@ class State:
     def has_logits(self) -> bool:
         """Whether the logits of the last token are at hand."""
 
+def bytes_of(states: Sequence[State]) -> int:
+    """
+    Bytes of memory that some states refer to together: what they share counts once.
+    """
+
 class Session:
     """A checkpoint on a device, and the loops that drive it."""
 
@@ -101,10 +106,54 @@ class Session:
     def fork(self, state: State) -> State:
         """A copy that shares memory until one of the two is extended."""
 
-    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None) -> None:
+    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None, checkpoints: Sequence[int] = (), end: int = 0) -> list[State]:
         """
-        Take tokens in; the state then holds the last one's logits. progress is called between chunks, interrupt every 50 ms or so; what they raise ends the work.
+        Take tokens in; the state then holds the last one's logits. Returns the states at the positions that checkpoints names. end: where the prompt ends, if these are not its last tokens; then there are no logits. progress is called between chunks, interrupt every 50 ms or so; what they raise ends the work.
         """
+
+    @property
+    def grid(self) -> int:
+        """
+        A prompt cut at multiples of it gets the bits of the prompt in one piece.
+        """
+
+    def resumes(self, position: int, end: int) -> bool:
+        """
+        Whether a prompt of `end` tokens that goes on from a checkpoint gets the bits that it has in one piece.
+        """
+
+    @property
+    def state_order(self) -> str:
+        """
+        Names how states are laid out; those of another order can't be restored.
+        """
+
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        """
+        Bytes of a page of 256 positions, of a copy of the recurrent states, and of logits.
+        """
+
+    @property
+    def state_bytes(self) -> int:
+        """
+        Bytes of all its states that are alive, without what lies in mapped files.
+        """
+
+    @property
+    def state_peak(self) -> int:
+        """The most that state_bytes has been since reset_state_peak()."""
+
+    def reset_state_peak(self) -> None: ...
+
+    @property
+    def state_limit(self) -> int:
+        """
+        The most that state_bytes may be, or 0: what would need more raises MemoryLimitError.
+        """
+
+    @state_limit.setter
+    def state_limit(self, arg: int, /) -> None: ...
 
     def sample(self, state: State, sampling: Sampling, history: History | None = None, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
         """

@@ -285,7 +285,7 @@ def _write(engine: "Engine", request: Request, written: _Written) -> Generator[C
     started = time.perf_counter()
     try:
         written.check()
-        state = engine.take_in(request.tokens, request.state, request.report, written.check)
+        state, _ = engine.take_in(request.tokens, request.state, request.report, written.check)
     except _CancelledError:
         return
     token = engine.session.sample(state, sampling)

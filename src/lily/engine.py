@@ -133,17 +133,18 @@ class Engine:
         state: _core.State | None = None,
         report: Report | None = None,
         interrupt: Callable[[], None] | None = None,
-    ) -> _core.State:
-        """Return the state after more tokens, perhaps none.
+        checkpoints: Sequence[int] = (),
+    ) -> tuple[_core.State, list[_core.State]]:
+        """Return the state after more tokens, perhaps none, and those at the checkpoints on the way.
 
         state: what they continue, None for nothing; stays as it is.
         interrupt: called several times a second; what it raises ends the work.
+        checkpoints: lengths, ascending, that session.resumes allows.
         """
         session = self.session
         grown = session.new_state() if state is None else session.fork(state)
-        if tokens.size:
-            session.extend(grown, tokens, report, interrupt)
-        return grown
+        made = session.extend(grown, tokens, report, interrupt, checkpoints) if tokens.size else []
+        return grown, made
 
     def request(
         self,

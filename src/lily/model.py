@@ -15,8 +15,9 @@ from lily.engine import Engine
 from lily.errors import ModelFilesError
 from lily.files import checkpoint_folder
 from lily.messages import Message
-from lily.prefix import Prefix
+from lily.prefix import Prefix, take_in
 from lily.progress import Report, reporter
+from lily.sampling import integer
 from lily.settings import Generation, Rendering, Settings, check_names, of, spelled_out
 from lily.tokenizer import Tokenizer
 
@@ -166,20 +167,40 @@ class Model:
         self,
         prompt: Prompt,
         *,
+        checkpoints: Sequence[int] = (),
         progress: bool | Report | None = None,
         **rendering: Unpack[Rendering],
     ) -> Prefix:
         """Take a prompt in and return it as a Prefix, to continue any number of times without doing so again.
 
         Takes, and raises, what encode does.
+        checkpoints: lengths, in tokens, at which to keep the recurrent states beside those on the token grid,
+            so that rollback, and what else goes on from there, takes few tokens in anew. Where the device
+            sums in blocks of positions each is moved to the border of a block at or before it.
         progress: as for generate.
-        Raises ContextError if it does not fit, before any work.
+        Raises ContextError if it does not fit, before any work; TypeError or ValueError for a checkpoint.
         """
         report = reporter(progress)
         check_names(rendering, Rendering)
         tokens = self._encode(prompt, rendering)
         self._engine.check_room(len(tokens))
-        return Prefix(self._engine, tuple(tokens.tolist()), self._engine.take_in(tokens, report=report))
+        grid = self._engine.session.grid
+        pinned = {integer("checkpoints", n, 1, self._engine.context + 1) // grid * grid for n in checkpoints}
+        return take_in(self._engine, tuple(tokens.tolist()), (), frozenset(pinned), report)
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> Prefix:
+        """Restore a prefix that Prefix.save wrote; the tokens are not taken in again.
+
+        path: of the file. On a CPU its keys and values stay in it, mapped, and must not be changed there as
+            long as the prefix, or what was made from it, lives. Another may take its name.
+        Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it was saved by other
+        weights, with another tokenizer, on another kind of device, with another type of keys and values or by
+        a newer version; LilyError after close().
+        """
+        from lily import saved
+
+        loaded = saved.read(path, self._engine)
+        return Prefix(self._engine, loaded.tokens, loaded.states[-1], loaded.states[:-1], loaded.pinned)
 
     def logits(self, tokens: Tokens, progress: bool | Report | None = None) -> NDArray[np.float32]:
         """Score a text: return (T, vocab) float32, row t the logits of what follows tokens[: t + 1].
