@@ -539,15 +539,15 @@ void bind_session(nb::module_& m) {
             "state_limit", [](PySession& s) { return s.session->ledger().limit(); },
             [](PySession& s, int64_t bytes) { s.session->ledger().set_limit(bytes); },
             "The most that state_bytes may be, or 0: what would need more raises MemoryLimitError.")
-        .def("_parts", &parts_of, "state"_a,
+        .def("parts", &parts_of, "state"_a,
              "A state's memory as bytes that no other state writes: pages, recurrent states, logits or None.",
-             nb::sig("def _parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], "
+             nb::sig("def parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], "
                      "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"))
-        .def("_restore", &restore, "file"_a, "nbytes"_a, "pages"_a, "states"_a,
+        .def("restore", &restore, "file"_a, "nbytes"_a, "pages"_a, "states"_a,
              "Map a file by its descriptor and return the states that lie in it: pages from a byte on; for "
              "each "
              "state its length, and the bytes where its recurrent states and logits begin, -1 for none.",
-             nb::sig("def _restore(self, file: int, nbytes: int, pages: int, states: "
+             nb::sig("def restore(self, file: int, nbytes: int, pages: int, states: "
                      "collections.abc.Sequence[tuple[int, int, int]]) -> list[State]"))
         .def(
             "sample",

@@ -9,13 +9,23 @@ import lily
 from lily import _core
 from support import CHECKPOINTS, backends, options_of
 
+LENGTHS = (1, 2, 63, 64, 65, 66, 127, 128, 129, 256, 300)
+BACK = (0, 1, 2, 65, 66, 129, 200, 298, 299)  # tokens to take back of 300
+SLOW = "sim rows"  # ten times as slow as tiles, with the same states: it goes through fewer tests
 
-@pytest.fixture(scope="module", params=backends())
+
+@pytest.fixture(scope="module", params=[name for name in backends() if name != SLOW])
 def model(request):
     """The tiny checkpoint, with checkpoints close together and chunks of prompts that do not hold many."""
     options = {"prefill_chunk": 128, "checkpoint_tokens": 64, "threads": 2, **options_of(request.param)}
     with lily.Model.load(CHECKPOINTS["tiny"], **options) as loaded:
         yield loaded
+
+
+def everywhere(name, values, slow):
+    """Parametrise over the backends and some values, of which a slow backend gets few."""
+    cases = [(backend, n) for backend in backends() for n in (slow if backend == SLOW else values)]
+    return pytest.mark.parametrize(("model", name), cases, indirect=["model"])
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +46,10 @@ def cold(model, tokens):
     return logits
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 66, 127, 128, 129, 256, 300])
+@everywhere("length", LENGTHS, (1, 65))
 def test_extended_and_rolled_back_is_cold(model, tokens, cold, length):
     prefix = model.prefill(tokens[:length])
-    for more in (1, 2, 3, 30):
+    for more in (1, 30) if length > 1 else (1, 2, 3):
         longer = prefix.extend(tokens[length : length + more])
         assert longer.tokens == tuple(tokens[: length + more])
         assert np.array_equal(longer.logits(), cold(length + more)), more
@@ -47,7 +57,7 @@ def test_extended_and_rolled_back_is_cold(model, tokens, cold, length):
     assert np.array_equal(prefix.logits(), cold(length))
 
 
-@pytest.mark.parametrize("back", [0, 1, 2, 65, 66, 129, 200, 298, 299])
+@everywhere("back", BACK, (236,))
 def test_rollback_is_cold_and_goes_another_way(model, tokens, cold, back):
     prefix = model.prefill(tokens[:300])
     shorter = prefix.rollback(back)
@@ -64,8 +74,9 @@ def test_rollback_takes_in_only_what_lies_behind_a_checkpoint(model, tokens):
     seen = []
     prefix.rollback(36, progress=lambda done, total: seen.append(total))  # 264: 8 behind 256
     assert seen[-1] == 8
-    exact = prefix.rollback(44, progress=lambda done, total: seen.append(-total))  # a checkpoint's own length
-    assert seen[-1] == 8 and np.array_equal(exact.logits(), model.prefill(tokens[:256]).logits())
+    exact = prefix.rollback(44, progress=lambda done, total: seen.append(-total))  # to 256 itself
+    assert seen[-1] == 8
+    assert np.array_equal(exact.logits(), model.prefill(tokens[:256]).logits())
 
 
 def test_checkpoints_where_they_are_asked_for(model, tokens, cold):

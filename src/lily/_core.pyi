@@ -155,6 +155,16 @@ class Session:
     @state_limit.setter
     def state_limit(self, arg: int, /) -> None: ...
 
+    def parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]:
+        """
+        A state's memory as bytes that no other state writes: pages, recurrent states, logits or None.
+        """
+
+    def restore(self, file: int, nbytes: int, pages: int, states: Sequence[tuple[int, int, int]]) -> list[State]:
+        """
+        Map a file by its descriptor and return the states that lie in it: pages from a byte on; for each state its length, and the bytes where its recurrent states and logits begin, -1 for none.
+        """
+
     def sample(self, state: State, sampling: Sampling, history: History | None = None, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
         """
         Draw the token that follows. allowed: a bit for each token, bit i % 32 of word i / 32 for token i.

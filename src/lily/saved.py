@@ -58,7 +58,7 @@ def write(
     Raises PrefixFileError if that fails, and then leaves what was there as it was.
     """
     session = engine.session
-    parts = {state.length: session._parts(state) for state in states}
+    parts = {state.length: session.parts(state) for state in states}
     pages, longest = parts[len(tokens)][0], len(tokens)
     size = session.state_sizes[0]
     tensors: list[tuple[str, str, list[int], list[Any]]] = [("pages", "U8", [len(pages), size], list(pages))]
@@ -286,7 +286,7 @@ def _restore(
         pinned = frozenset(int(n) for n in json.loads(metadata["pinned"]))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise PrefixFileError(f"{name}: damaged: {error}; prefill again, and save") from None
-    restored = engine.session._restore(file, len(view), pages, states)
+    restored = engine.session.restore(file, len(view), pages, states)
     return Loaded(tuple(tokens.tolist()), restored, pinned)
 
 
