@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lily.prefix import Prefix
     from lily.sampling import Sampling
     from lily.tokenizer import Tokenizer
+    from lily.toolcalls import ToolCall, ToolCallDelta
 
     __version__: str
 
@@ -41,6 +42,8 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "__version__",
 ]
@@ -61,6 +64,8 @@ _MODULES = {
     "Prefix": "prefix",
     "Sampling": "sampling",
     "Tokenizer": "tokenizer",
+    "ToolCall": "toolcalls",
+    "ToolCallDelta": "toolcalls",
 }
 
 

@@ -108,9 +108,18 @@ class Model:
         stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
         progress: True for a bar while the prompt is taken in, on a terminal or in a notebook; or a function
             of (tokens done, tokens in all), which may raise to stop.
+        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}; the answer's
+            calls are its tool_calls.
+        tool_choice: "auto", by default; "none" leaves the tools out; "required", or {"type": "function",
+            "function": {"name": ...}}, has the answer be a call.
+        parallel_tool_calls: False to end the answer with its first call.
+        schema: a JSON schema, as a dict or as a class of pydantic's, that the text then is an instance of.
+        regex, grammar: str, a regular expression or a grammar in Lark's notation that the text follows.
+            These three, and calls that must be made, need llguidance. Thoughts are free of them.
+        thinking_budget: int >= 0, after how many tokens thoughts are ended.
 
-        For a str and for messages also:
-        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}.
+        For a str and for messages only:
+        tools, as above: the template writes them into the prompt.
         thinking: bool, whether the model thinks first; by default as the template has it.
         preserve_thinking: bool, whether earlier answers keep their thoughts in the prompt, so that it only
             grows from turn to turn; True by default.
@@ -132,7 +141,10 @@ class Model:
         """
         check_names(settings, Settings)
         report = reporter(settings.get("progress"))
-        tokens = self._encode(prompt, of(Rendering, settings))
+        rendering = of(Rendering, settings)
+        if settings.get("tool_choice") == "none":
+            rendering.pop("tools", None)
+        tokens = self._encode(prompt, rendering)
         return Stream(self._engine, self._engine.request(tokens, (), None, of(Generation, settings), report))
 
     @spelled_out
