@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lily.model import Model, ModelInfo
     from lily.prefix import Prefix
     from lily.sampling import Sampling
+    from lily.server import Server, asgi
     from lily.tokenizer import Tokenizer
     from lily.toolcalls import ToolCall, ToolCallDelta
 
@@ -38,6 +39,7 @@ __all__ = [
     "ModelInfo",
     "Prefix",
     "Sampling",
+    "Server",
     "Stream",
     "Timings",
     "TokenLogprob",
@@ -46,6 +48,7 @@ __all__ = [
     "ToolCallDelta",
     "Usage",
     "__version__",
+    "asgi",
 ]
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-tales-22m-4bit")
@@ -63,6 +66,8 @@ _MODULES = {
     "ModelInfo": "model",
     "Prefix": "prefix",
     "Sampling": "sampling",
+    "Server": "server",
+    "asgi": "server",
     "Tokenizer": "tokenizer",
     "ToolCall": "toolcalls",
     "ToolCallDelta": "toolcalls",

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from lily.prefix import Prefix
 from lily.progress import Report, reporter
 from lily.settings import Generation, Rendering, Settings, check_names, of, spelled_out
 from lily.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lily.server import Server
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Sequence[Message] | Tokens
@@ -192,6 +195,23 @@ class Model:
         tokens = self._encode(prompt, rendering)
         self._engine.check_room(len(tokens))
         return Prefix(self._engine, tuple(tokens.tolist()), self._engine.take_in(tokens, report=report))
+
+    def serve(self, *, background: bool = False, **settings: Any) -> "Server | None":
+        """Answer over HTTP, as OpenAI's and Anthropic's servers do, until Ctrl-C.
+
+        background: True to serve in a thread and return at once; the server that comes back has a url and
+            stop(), which the end of a `with` block calls too.
+        settings: host, port, api_key and others, which docs/server.md lists. Port 0 takes a free one.
+        Raises ValueError or TypeError for a setting, an address others can reach without a key among them;
+            OSError if the port is taken; LilyError without the packages of lily-llm[server].
+        """
+        from lily.server import Server
+
+        server = Server(self, **settings)
+        if background:
+            return server.start()
+        server.run()
+        return None
 
     def logits(self, tokens: Tokens, progress: bool | Report | None = None) -> NDArray[np.float32]:
         """Score a text: return (T, vocab) float32, row t the logits of what follows tokens[: t + 1].
