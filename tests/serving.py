@@ -26,6 +26,7 @@ PARAMETERS = {
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": PARAMETERS}}
 CALL = "<tool_call>\n<function=f>\n<parameter=path>\n/a\n</parameter>\n</function>\n</tool_call>"
+SAID_ALL = f"I wonder.\n</think>\n\nLet me see.\n\n{CALL}"
 
 
 class Quick(Scripted):

@@ -30,6 +30,8 @@ from lily.server.responses import Responses
 
 _log = logging.getLogger("lily.server")
 
+DIALECTS = (Chat, Completions, Responses, Messages)
+
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
