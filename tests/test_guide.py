@@ -206,6 +206,7 @@ def test_a_strict_tool_holds_calls_to_its_schema(model: lily.Model) -> None:
         ({"regex": "[0-9]{3}/[ab]{2,5}"}, "[0-9]{3}/[ab]{2,5}"),
         ({"grammar": 'start: "yes" | "no" WORD\nWORD: /[a-z]{1,4}/'}, "yes|no[a-z]{1,4}"),
         ({"regex": "é+🦊"}, "é+🦊"),
+        ({"regex": "a\\/b/c\n[de]"}, "a/b/c\n[de]"),
     ],
 )
 def test_patterns_and_grammars(model: lily.Model, settings: dict[str, str], pattern: str) -> None:
@@ -293,6 +294,7 @@ def test_the_mask_holds_on_every_backend(simd: str) -> None:
             ValueError,
             "regex: wanted one of schema, regex and grammar, got schema and",
         ),
+        ({"parallel_tool_calls": 1}, ValueError, "parallel_tool_calls: wanted True or False, got 1"),
         ({"thinking_budget": -1}, ValueError, "thinking_budget: wanted an int of at least 0, got -1"),
         ({"tool_choice": "always"}, ValueError, "tool_choice: wanted none, auto, required or"),
         ({"tool_choice": "required"}, ValueError, "tool_choice: wanted one of the tools, which are none"),

@@ -996,3 +996,18 @@ def test_settings_are_checked(model: lily.Model) -> None:
         lily.asgi(model, prot=1)
     with pytest.raises(ValueError, match=r"^concurrency: wanted at least 1, got 0$"):
         lily.asgi(model, concurrency=0)
+
+
+def test_others_are_heard_while_a_long_body_is_read(url: str) -> None:
+    """A body that is all brackets, and nearly as long as may be."""
+    data = b'{"messages": [], "x": [' + b"[]," * 3_000_000 + b"[]]}"
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"content-type": "application/json"}
+        asked = pool.submit(CLIENT.post, f"{url}/v1/chat/completions", content=data, headers=headers)
+        waits = []
+        while not asked.done():
+            started = time.monotonic()
+            assert CLIENT.get(f"{url}/health").status_code == 200
+            waits.append(time.monotonic() - started)
+    assert asked.result().json()["error"]["param"] == "messages"
+    assert max(waits) < 2

@@ -5,6 +5,7 @@ llguidance's work; writing it is this module's. Thoughts are free: a grammar beg
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -61,22 +62,23 @@ class Guide:
     def __init__(
         self,
         engine: "Engine",
-        grammar: str | None = None,
-        call_grammar: str | None = None,
+        text: Any = None,
+        call: Any = None,
         thinking_budget: int | None = None,
     ) -> None:
         """Begin an answer.
 
-        grammar: of the whole text, or None.  call_grammar: of what follows the token <tool_call>, or None.
+        text, call: llguidance's matchers of the whole text, and of what follows each token <tool_call>; None
+            for neither.
         thinking_budget: int, the token of the thoughts, from 0, in whose place they are ended; None for none.
         """
         self._engine = engine
-        self._call_grammar = call_grammar
+        self._call = call
         self._open = engine.tokenizer.token_id(OPEN)
         self._end_think = engine.tokenizer.token_id(END_THINK)
         self._budget = None if self._end_think is None else thinking_budget
-        self._constrained = grammar is not None
-        self._matcher = None if grammar is None else _matcher(engine, grammar)
+        self._constrained = text is not None
+        self._matcher = text
         self._unended: Mask | None = None
 
     @property
@@ -100,14 +102,14 @@ class Guide:
             return None
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: (self._engine.vocab + 31) // 32]
         if self._matcher.is_error():
-            raise LilyError(f"the grammar can't be followed any further: {self._matcher.get_error()}")
+            raise ValueError(f"grammar: it can't be followed any further: {self._matcher.get_error()}")
         return mask
 
     def take(self, token: int) -> None:
         """Take a token of the text in."""
         if self._matcher is None:
-            if self._call_grammar is not None and token == self._open:
-                self._matcher = _matcher(self._engine, self._call_grammar)
+            if self._call is not None and token == self._open:
+                self._matcher = self._call.deep_copy()
             return
         if not self._matcher.consume_token(token):
             raise LilyError(f"the grammar does not go on with token {token}: {self._matcher.get_error()}")
@@ -130,23 +132,23 @@ def guide_of(
     budget = settings.get("thinking_budget")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise ValueError(f"thinking_budget: wanted an int of at least 0, got {budget!r}")
-    grammar = call_grammar = None
+    several = settings.get("parallel_tool_calls", True)
+    if not isinstance(several, bool):
+        raise ValueError(f"parallel_tool_calls: wanted True or False, got {several!r}")
+    text = call = None
     if choice.forced or given:
         what = "tool_choice" if choice.forced else given[0]
         writer = _Writer(engine)
-        several = settings.get("parallel_tool_calls", True)
         calls = writer.calls(choice.tools, several) if choice.tools else None
         body = None if choice.forced else _body(given[0], settings[given[0]])
-        grammar = writer.whole(body, calls, thinking)
-        _check(engine, what, grammar)
+        text = _matcher(engine, what, writer.whole(body, calls, thinking))
     elif any(tool["function"].get("strict") is True for tool in choice.tools):
         writer = _Writer(engine)
         writer.lines.append(f"start: {writer.call(choice.tools, strict=False)}")
-        call_grammar = writer.text()
-        _check(engine, "tools", call_grammar)
-    if grammar is None and call_grammar is None and budget is None:
+        call = _matcher(engine, "tools", writer.text())
+    if text is None and call is None and budget is None:
         return None
-    return Guide(engine, grammar, call_grammar, budget)
+    return Guide(engine, text, call, budget)
 
 
 def _body(name: str, value: object) -> dict[str, Any]:
@@ -159,7 +161,9 @@ def _body(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, str):
         raise TypeError(f"{name}: wanted a str, got {type(value).__name__}")
     if name == "regex":
-        return {"lark_grammar": "start: /" + value.replace("/", "\\/") + "/"}
+        # Lark writes patterns between slashes, on one line.
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", value.replace("\n", "\\n"))
+        return {"lark_grammar": f"start: /{escaped}/"}
     return {"lark_grammar": value}
 
 
@@ -252,16 +256,13 @@ def _mask(vocab: int, tokens: Sequence[int]) -> Mask:
     return mask
 
 
-def _check(engine: "Engine", what: str, grammar: str) -> None:
-    """Raise ValueError, which names the argument, for a grammar that can't be followed."""
+def _matcher(engine: "Engine", what: str, grammar: str) -> Any:
+    """Return what follows a grammar. Raises ValueError, which names the argument, if nothing can."""
     matcher = _library().LLMatcher(engine.grammar_tokenizer, grammar, log_level=0)
     if matcher.is_error():
         reason = " ".join(matcher.get_error().split())
         raise ValueError(f"{what}: wanted what a grammar can be made of, got {reason[:400]}")
-
-
-def _matcher(engine: "Engine", grammar: str) -> Any:
-    return _library().LLMatcher(engine.grammar_tokenizer, grammar, log_level=0)
+    return matcher
 
 
 @lru_cache(1)

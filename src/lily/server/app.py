@@ -32,6 +32,8 @@ _log = logging.getLogger("lily.server")
 
 DIALECTS = (Chat, Completions, Responses, Messages)
 
+_LONG = 2**16  # bytes
+
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -130,7 +132,7 @@ class App:
 
     def _count_route(self, dialect: CountTokens) -> Route:
         async def work(exchange: Exchange) -> None:
-            request = decode(await exchange.body(), dialect.request, self.config.depth)
+            request = await self._read(dialect, exchange)
             prompt, settings = dialect.prompt(request)
             tokens = await asyncio.to_thread(self.model.encode, prompt, **settings)
             await exchange.json({"input_tokens": len(tokens)})
@@ -171,9 +173,7 @@ class App:
     async def _generate(self, dialect: Dialect, exchange: Exchange) -> None:
         """Answer one request for text."""
         self.admission.check()
-        body = await exchange.body()
-        request = decode(body, dialect.request, self.config.depth)
-        dialect.check(body)
+        request = await self._read(dialect, exchange)
         ask = dialect.ask(request)
         self._name(ask)
         exchange.extra |= ask.headers
@@ -184,6 +184,18 @@ class App:
         else:
             work = self._whole(exchange, answer, streams)
         await exchange.until_gone(work)
+
+    async def _read(self, dialect: Dialect, exchange: Exchange) -> Any:
+        """Return a request, and refuse the fields of it that are not supported."""
+        body = await exchange.body()
+
+        def read() -> Any:
+            request = decode(body, dialect.request, self.config.depth)
+            dialect.check(body)
+            return request
+
+        # A long one takes a while, in which others are to be heard.
+        return read() if len(body) < _LONG else await asyncio.to_thread(read)
 
     def _name(self, ask: Ask) -> None:
         """Settle the model's name that an answer has."""
