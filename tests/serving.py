@@ -25,6 +25,7 @@ PARAMETERS = {
     "required": ["path"],
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": PARAMETERS}}
+DIALECTS = ("chat", "messages", "responses")  # those that have messages
 CALL = "<tool_call>\n<function=f>\n<parameter=path>\n/a\n</parameter>\n</function>\n</tool_call>"
 SAID_ALL = f"I wonder.\n</think>\n\nLet me see.\n\n{CALL}"
 
@@ -102,6 +103,18 @@ def events(text: str) -> list[dict[str, Any]]:
 def post(url: str, dialect: str, **more: Any) -> httpx.Response:
     """Send a request in a dialect."""
     return CLIENT.post(url + PATHS[dialect], json=body_of(dialect, **more))
+
+
+def error_of(url: str, dialect: str, **more: Any) -> tuple[int, dict[str, Any]]:
+    answer = post(url, dialect, **more)
+    body = answer.json()
+    assert answer.headers["x-should-retry"] == ("true" if answer.status_code in (429, 503) else "false")
+    if dialect == "messages":
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return answer.status_code, body["error"]
 
 
 def streamed(url: str, dialect: str, **more: Any) -> list[dict[str, Any]]:

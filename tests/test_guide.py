@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -320,3 +321,15 @@ def test_choices_of_tools() -> None:
     assert (choice("none").tools, choice("none").forced) == ((), False)
     assert choice("required").forced
     assert choice({"name": "wait"}).tools == (WAIT,)
+
+
+def test_what_is_not_installed_is_named(model: lily.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lily.guide
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    lily.guide._library.cache_clear()
+    with pytest.raises(lily.LilyError, match=r"pip install 'lily-llm\[structured\]'"):
+        model.stream(QUESTION, regex="a")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(lily.LilyError, match=r"\(uvicorn\): pip install 'lily-llm\[server\]'"):
+        model.serve(port=0)

@@ -8,11 +8,21 @@ import pytest
 
 import lily
 from scripted import make_checkpoint
-from serving import CALL, body_of, fold, plain, post, quick, streamed, thinking_of, tools_of
+from serving import (
+    CALL,
+    DIALECTS,
+    body_of,
+    fold,
+    plain,
+    post,
+    quick,
+    streamed,
+    thinking_of,
+    tools_of,
+)
 from test_toolcalls import ANSWERS
 
 pytestmark = pytest.mark.unsanitized
-DIALECTS = ("chat", "messages", "responses")
 
 
 @pytest.fixture(scope="module")
