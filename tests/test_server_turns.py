@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -226,6 +227,15 @@ def test_metrics(model: lily.Model) -> None:
     assert float(lines["lily_resident_bytes"]) > 1e6
     assert lines["lily_requests_running"] == "0.0"
     assert "secret" not in answer.text
+
+
+def test_what_a_cache_holds_is_among_the_metrics(model: lily.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = make_dataclass("CacheStats", [("bytes", int), ("hits", int)])(bytes=7, hits=2)
+    monkeypatch.setattr(model, "cache_stats", lambda: stats, raising=False)
+    with model.serve(background=True, port=0) as server:
+        text = CLIENT.get(f"{server.url}/metrics").text
+    assert "\nlily_cache_bytes 7.0\n" in text
+    assert "\nlily_cache_hits 2.0\n" in text
 
 
 def test_prompts_are_not_logged(model: lily.Model, url: str, caplog: pytest.LogCaptureFixture) -> None:

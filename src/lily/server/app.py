@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import logging
 import time
@@ -299,7 +300,7 @@ class App:
         if callable(stats):
             gauges |= {
                 f"cache_{name}": (f"The prefix cache's {name}.", float(value))
-                for name, value in dict(stats()).items()
+                for name, value in dataclasses.asdict(stats()).items()
                 if isinstance(value, int | float)
             }
         return Response(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
