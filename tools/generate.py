@@ -1,6 +1,6 @@
-"""Write what is committed but made: src/lily/_core.pyi, and the tables of options and of records in docs/.
+"""Write what is committed but made: src/lily/_core.pyi; tables of options, records and fields in docs/.
 
-The first two come from the built core, the last from bench/records.
+The first two come from the built core, the records from bench/records, the fields from the server.
 
 python tools/generate.py             writes them
 python tools/generate.py --check     writes nothing; exit status 1 and the difference if one is out of date
@@ -48,7 +48,7 @@ def options_page(page: str) -> str:
 
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
-    for bench in ("agree", "load", "speed"):
+    for bench in ("agree", "load", "serve", "speed"):
         newest: dict[tuple[str, ...], str] = {}
         for file in sorted(records.glob("*.jsonl")):
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -65,6 +65,26 @@ def performance_page(page: str, records: Path) -> str:
     return page
 
 
+def server_page(page: str) -> str:
+    """Give the server's page with the fields that each endpoint reads, refuses and passes over."""
+    import msgspec
+
+    from lily.server.app import DIALECTS
+
+    rows = []
+    for dialect in DIALECTS:
+        fields = msgspec.structs.fields(dialect.request)
+        read = ", ".join(f"`{field.name}`" + ("*" if field.required else "") for field in fields)
+        refused = ", ".join(
+            f"`{name}`" + "".join(f" (`{json.dumps(value)}`)" for value in harmless)
+            for name, harmless in dialect.refused.items()
+        )
+        ignored = ", ".join(f"`{name}`" for name in dialect.ignored)
+        rows.append(f"| `{dialect.path}` | {read} | {refused} | {ignored} |")
+    head = "| endpoint | read (* needed) | refused | without effect |"
+    return with_table(page, "fields", head, rows)
+
+
 def main() -> int:
     """Write the files, or compare them with what would be written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -72,13 +92,15 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="the checkout")
     arguments = parser.parse_args()
     stub_file = arguments.root / "src/lily/_core.pyi"
-    options, performance = (arguments.root / "docs" / f"{name}.md" for name in ("options", "performance"))
+    names = ("options", "performance", "server")
+    options, performance, server = (arguments.root / "docs" / f"{name}.md" for name in names)
     records = arguments.root / "bench" / "records"
     stale = 0
     for file, made in [
         (stub_file, stub()),
         (options, options_page(options.read_text())),
         (performance, performance_page(performance.read_text(), records)),
+        (server, server_page(server.read_text())),
     ]:
         committed = file.read_text()
         if committed == made:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from lily.model import Model, ModelInfo
     from lily.prefix import Prefix
     from lily.sampling import Sampling
+    from lily.server import Server, asgi
     from lily.tokenizer import Tokenizer
+    from lily.toolcalls import ToolCall, ToolCallDelta
 
     __version__: str
 
@@ -48,12 +50,16 @@ __all__ = [
     "PrefixFileError",
     "PrefixMismatchError",
     "Sampling",
+    "Server",
     "Stream",
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "__version__",
+    "asgi",
 ]
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-tales-22m-4bit")
@@ -71,7 +77,11 @@ _MODULES = {
     "ModelInfo": "model",
     "Prefix": "prefix",
     "Sampling": "sampling",
+    "Server": "server",
+    "asgi": "server",
     "Tokenizer": "tokenizer",
+    "ToolCall": "toolcalls",
+    "ToolCallDelta": "toolcalls",
 }
 
 

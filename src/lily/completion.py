@@ -9,6 +9,7 @@ from lily import _core
 from lily.answer import Reader
 from lily.logprobs import TokenLogprob, token_logprob
 from lily.progress import Report
+from lily.toolcalls import CallReader, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
     from lily._core import State
     from lily.engine import Engine
+    from lily.guide import Guide
     from lily.sampling import Sampling
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of an answer: some whole characters, and the tokens they came with.
+    """A piece of an answer: some whole characters, or pieces of tool calls, and the tokens they came with.
 
     text, reasoning: str, one of them "".  tokens: tuple of int.
     logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    tool_calls: tuple of ToolCallDelta.
+    reasoning_tokens: int, how many of the tokens, which come first, are part of the thoughts.
     Over a stream each adds up to the completion's.
     """
 
@@ -80,6 +84,8 @@ class Chunk:
     tokens: tuple[int, ...]
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,12 +94,13 @@ class Completion:
 
     text: str, without thoughts, end token and stop string.
     tokens: tuple of int, all that were drawn, but for the end token.
-    finish_reason: "stop" at an end token or a stop string, "length" at max_tokens or the context's end, None
-        if it was cut short by cancel(), close() or an exception.
+    finish_reason: "stop" at an end token or a stop string, or "tool_calls" if it calls tools then; "length"
+        at max_tokens or the context's end; None if it was cut short by cancel(), close() or an exception.
     seed: int, which gives the same answer again.
     reasoning: str, its thoughts, "" for none.
     stop: str, the stop string that ended it, or None.
     logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    tool_calls: tuple of ToolCall, in the order in which they were written; they are no part of text.
     """
 
     text: str
@@ -105,11 +112,14 @@ class Completion:
     reasoning: str = ""
     stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def message(self) -> dict[str, Any]:
         """This answer as a message, to be put behind those that it answers."""
-        return {"role": "assistant", "content": self.text, "reasoning_content": self.reasoning}
+        message = {"role": "assistant", "content": self.text, "reasoning_content": self.reasoning}
+        calls = [call.message for call in self.tool_calls]
+        return message | ({"tool_calls": calls} if calls else {})
 
     def __str__(self) -> str:
         """Return the text."""
@@ -139,6 +149,9 @@ class Request:
     thinking: bool, whether the answer begins inside its thoughts.
     top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
     report: what to call while the prompt is taken in.
+    tools: the functions that the answer may call, () for none.
+    parallel_tool_calls: bool, whether it may be several; if not, the first one ends it.
+    guide: what the answer is held to, None for nothing. It follows one answer only.
     """
 
     tokens: "NDArray[np.int32]"
@@ -151,6 +164,9 @@ class Request:
     thinking: bool
     top_logprobs: int | None = None
     report: Report | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    parallel_tool_calls: bool = True
+    guide: "Guide | None" = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -168,7 +184,10 @@ class Stream(Iterator[Chunk]):
     def __init__(self, engine: "Engine", request: Request) -> None:
         """Set a generation up; Model.stream and Prefix.stream make one."""
         self._request = request
-        self._written = _Written(logprobs=None if request.top_logprobs is None else [])
+        self._written = _Written(
+            logprobs=None if request.top_logprobs is None else [],
+            calls=CallReader(request.tools) if request.tools else None,
+        )
         self._chunks = _write(engine, request, self._written)
 
     def __iter__(self) -> "Stream":
@@ -229,6 +248,7 @@ class Stream(Iterator[Chunk]):
             ),
             seed=request.sampling.seed,
             logprobs=None if written.logprobs is None else tuple(written.logprobs),
+            tool_calls=written.calls.calls if written.calls else (),
         )
 
     def _ipython_display_(self) -> None:
@@ -251,6 +271,7 @@ class _Written:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    calls: CallReader | None = None
     reasoning_tokens: int = 0
     handed_out: int = 0
     finish_reason: FinishReason | None = None
@@ -265,14 +286,34 @@ class _Written:
         if self.cancelled:
             raise _CancelledError
 
-    def chunk(self, piece: tuple[str, str]) -> Chunk:
-        """Keep thoughts and text, and return them with the tokens that are not handed out yet."""
+    def add(self, piece: tuple[str, str]) -> Chunk | None:
+        """Keep thoughts and text; return them, if there are any, with the tokens not handed out yet."""
         reasoning, text = piece
+        deltas: tuple[ToolCallDelta, ...] = ()
+        if self.calls is not None and text:
+            text, deltas = self.calls.push(text)
+        return self._chunk(reasoning, text, deltas) if reasoning or text or deltas else None
+
+    def end(self, piece: tuple[str, str]) -> Chunk | None:
+        """Keep what was held back until the answer's end; return it, if anything, with the tokens left."""
+        reasoning, text = piece
+        deltas: tuple[ToolCallDelta, ...] = ()
+        if self.calls is not None:
+            text, deltas = self.calls.push(text)
+            more, rest = self.calls.finish()
+            text, deltas = text + more, deltas + rest
+            if self.calls.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        left = self.handed_out < len(self.tokens)
+        return self._chunk(reasoning, text, deltas) if reasoning or text or deltas or left else None
+
+    def _chunk(self, reasoning: str, text: str, deltas: tuple[ToolCallDelta, ...]) -> Chunk:
         self.reasoning.append(reasoning)
         self.text.append(text)
         start, self.handed_out = self.handed_out, len(self.tokens)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[start:])
-        return Chunk(text, tuple(self.tokens[start:]), reasoning, logprobs)
+        thoughts = max(0, self.reasoning_tokens - start)
+        return Chunk(text, tuple(self.tokens[start:]), reasoning, logprobs, deltas, thoughts)
 
 
 class _CancelledError(Exception):
@@ -282,22 +323,32 @@ class _CancelledError(Exception):
 def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
     reader = Reader(engine.tokenizer, request.thinking, request.stop)
     sampling, history = request.sampling.core(), _core.History()
+    guide = request.guide
     started = time.perf_counter()
     try:
         written.check()
         state, _ = engine.take_in(request.tokens, request.state, request.report, written.check)
     except _CancelledError:
         return
-    token = engine.session.sample(state, sampling)
+    allowed = guide.allowed(reader.thinking, 0) if guide else None
+    token = engine.session.sample(state, sampling, None, allowed)
     written.prefill_seconds = time.perf_counter() - started
     while token not in request.stop_tokens:
         written.tokens.append(token)
         if written.logprobs is not None:
             written.logprobs.append(token_logprob(engine, state, token, request.top_logprobs or 0))
         written.reasoning_tokens += reader.thinking
-        piece = reader.push(token)
-        if any(piece):
-            yield written.chunk(piece)
+        if guide and not reader.thinking:
+            guide.take(token)
+        chunk = written.add(reader.push(token))
+        if chunk is not None:
+            yield chunk
+        if written.calls is not None and written.calls.closed and not request.parallel_tool_calls:
+            written.finish_reason = "stop"
+            break
+        if guide and guide.finished:
+            written.finish_reason = "stop"
+            break
         if reader.stopped is not None:
             written.finish_reason, written.stop = "stop", reader.stopped
             break
@@ -307,11 +358,12 @@ def _write(engine: "Engine", request: Request, written: _Written) -> Generator[C
         if written.cancelled:
             break
         started = time.perf_counter()
-        token = engine.session.step(state, token, sampling, history)
+        allowed = guide.allowed(reader.thinking, written.reasoning_tokens) if guide else None
+        token = engine.session.step(state, token, sampling, history, allowed)
         written.decode_seconds += time.perf_counter() - started
         written.decode_tokens += 1
     else:
         written.finish_reason = "stop"
-    piece = reader.finish()
-    if any(piece) or written.handed_out < len(written.tokens):
-        yield written.chunk(piece)
+    chunk = written.end(reader.finish())
+    if chunk is not None:
+        yield chunk

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lily.answer import check_stop, thinks
 from lily.chat import ChatTemplate
 from lily.completion import Request
 from lily.errors import ContextError, LilyError
+from lily.guide import ToolChoice, guide_of, tokenizer_of
+from lily.messages import check_tools
 from lily.progress import Report
 from lily.sampling import Sampling, SamplingArguments, integer
 from lily.settings import Generation, check_names, of
@@ -76,6 +79,11 @@ class Engine:
                 raise SystemExit  # ends the thread that asks, without a word
             raise LilyError(self._gone)
         return session
+
+    @cached_property
+    def grammar_tokenizer(self) -> Any:
+        """The tokenizer as grammars are followed with it. LilyError without llguidance."""
+        return tokenizer_of(self)
 
     @property
     def closed(self) -> bool:
@@ -161,6 +169,7 @@ class Engine:
         check_names(settings, Generation)
         prompt = len(held) + len(tokens)
         self.check_room(prompt, room_for=1)
+        choice = ToolChoice(settings.get("tool_choice"), check_tools(settings.get("tools") or ()))
         max_tokens, stop_tokens = settings.get("max_tokens"), settings.get("stop_tokens")
         if max_tokens is None:
             max_tokens = MAX_TOKENS
@@ -173,6 +182,10 @@ class Engine:
         outside = [token for token in sampling.logit_bias if token >= self.vocab]
         if outside:
             raise ValueError(f"logit_bias: wanted token ids from 0 to {self.vocab - 1}, got {outside[0]}")
+        thinking = thinks([*held, *tokens.tolist()], self.tokenizer)
+        guide = guide_of(self, settings, choice, thinking)
+        if guide:
+            stop |= self.tokenizer.stop  # a grammar ends with one of them
         return Request(
             tokens,
             state,
@@ -181,9 +194,12 @@ class Engine:
             max_tokens=min(integer("max_tokens", max_tokens, 1, 2**63), self.context - prompt),
             stop_tokens=stop,
             stop=check_stop(settings.get("stop")),
-            thinking=thinks([*held, *tokens.tolist()], self.tokenizer),
+            thinking=thinking,
             top_logprobs=self._top_logprobs(settings),
             report=report,
+            tools=tuple(dict(tool) for tool in choice.tools),
+            parallel_tool_calls=bool(settings.get("parallel_tool_calls", True)),
+            guide=guide,
         )
 
     def _top_logprobs(self, settings: Generation) -> int | None:

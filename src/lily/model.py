@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from lily.progress import Report, reporter
 from lily.sampling import integer
 from lily.settings import Generation, Rendering, Settings, check_names, of, spelled_out
 from lily.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lily.server import Server
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Sequence[Message] | Tokens
@@ -109,9 +112,18 @@ class Model:
         stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
         progress: True for a bar while the prompt is taken in, on a terminal or in a notebook; or a function
             of (tokens done, tokens in all), which may raise to stop.
+        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}; the answer's
+            calls are its tool_calls.
+        tool_choice: "auto", by default; "none" leaves the tools out; "required", or {"type": "function",
+            "function": {"name": ...}}, has the answer be a call.
+        parallel_tool_calls: False to end the answer with its first call.
+        schema: a JSON schema, as a dict or as a class of pydantic's, that the text then is an instance of.
+        regex, grammar: str, a regular expression or a grammar in Lark's notation that the text follows.
+            These three, and calls that must be made, need llguidance. Thoughts are free of them.
+        thinking_budget: int >= 0, after how many tokens thoughts are ended.
 
-        For a str and for messages also:
-        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}.
+        For a str and for messages only:
+        tools, as above: the template writes them into the prompt.
         thinking: bool, whether the model thinks first; by default as the template has it.
         preserve_thinking: bool, whether earlier answers keep their thoughts in the prompt, so that it only
             grows from turn to turn; True by default.
@@ -133,7 +145,10 @@ class Model:
         """
         check_names(settings, Settings)
         report = reporter(settings.get("progress"))
-        tokens = self._encode(prompt, of(Rendering, settings))
+        rendering = of(Rendering, settings)
+        if settings.get("tool_choice") == "none":
+            rendering.pop("tools", None)
+        tokens = self._encode(prompt, rendering)
         return Stream(self._engine, self._engine.request(tokens, (), None, of(Generation, settings), report))
 
     @spelled_out
@@ -201,6 +216,23 @@ class Model:
 
         loaded = saved.read(path, self._engine)
         return Prefix(self._engine, loaded.tokens, loaded.states[-1], loaded.states[:-1], loaded.pinned)
+
+    def serve(self, *, background: bool = False, **settings: Any) -> "Server | None":
+        """Answer over HTTP, as OpenAI's and Anthropic's servers do, until Ctrl-C.
+
+        background: True to serve in a thread and return at once; the server that comes back has a url and
+            stop(), which the end of a `with` block calls too.
+        settings: host, port, api_key and others, which docs/server.md lists. Port 0 takes a free one.
+        Raises ValueError or TypeError for a setting, an address others can reach without a key among them;
+            OSError if the port is taken; LilyError without the packages of lily-llm[server].
+        """
+        from lily.server import Server
+
+        server = Server(self, **settings)
+        if background:
+            return server.start()
+        server.run()
+        return None
 
     def logits(self, tokens: Tokens, progress: bool | Report | None = None) -> NDArray[np.float32]:
         """Score a text: return (T, vocab) float32, row t the logits of what follows tokens[: t + 1].

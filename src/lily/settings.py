@@ -20,6 +20,13 @@ class Generation(SamplingArguments, total=False):
     stop_tokens: Iterable[int] | None
     logprobs: bool
     top_logprobs: int
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    schema: Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
+    thinking_budget: int | None
 
 
 class Rendering(TypedDict, total=False):
@@ -39,9 +46,12 @@ class Settings(Generation, Rendering, total=False):
     progress: bool | Report | None
 
 
-_DEFAULTS = {"preserve_thinking": True, "add_generation_prompt": True, "top_logprobs": 0} | dict.fromkeys(
-    ("continue_final_message", "logprobs"), False
-)  # of those that are not None
+_DEFAULTS = {
+    "preserve_thinking": True,
+    "add_generation_prompt": True,
+    "parallel_tool_calls": True,
+    "top_logprobs": 0,
+} | dict.fromkeys(("continue_final_message", "logprobs"), False)  # of those that are not None
 
 
 def of(part: type[Part], settings: Mapping[str, Any]) -> Part:
