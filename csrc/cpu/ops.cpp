@@ -14,19 +14,23 @@ namespace lily {
 namespace {
 
 constexpr size_t kHugePage = 2 << 20;
+// From here on memory comes from the system and goes back to it. What is smaller is aligned here: glibc's
+// aligned_alloc does not find again what it was given back, and states that come and go made a process grow
+// without end.
+constexpr size_t kMapped = 64 << 10;
+constexpr size_t kCacheLine = 64;
 
 Memory map_memory(size_t bytes) {
-    if (bytes < kHugePage) {
-        const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
-        auto* p = static_cast<std::byte*>(std::aligned_alloc(64, whole));
-        if (!p) throw std::bad_alloc();
-        std::memset(p, 0, whole);
-        return Memory(p, std::free);
+    if (bytes < kMapped) {
+        auto* base = static_cast<std::byte*>(std::calloc(1, bytes + kCacheLine));
+        if (!base) throw std::bad_alloc();
+        const auto at = reinterpret_cast<uintptr_t>(base);
+        return Memory(base + (kCacheLine - at % kCacheLine), [base](std::byte*) { std::free(base); });
     }
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(p, bytes, MADV_HUGEPAGE);
+    if (bytes >= kHugePage) madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
