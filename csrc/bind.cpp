@@ -271,7 +271,8 @@ struct PySession {
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;
-        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv);
+        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv,
+                                            options.decode_batch);
     }
 
     const LayerWeights& layer(int index) const {
@@ -467,6 +468,9 @@ void bind_session(nb::module_& m) {
         .def_prop_ro("length", &State::length, "Tokens taken in so far.")
         .def_prop_ro("nbytes", &State::bytes,
                      "Bytes of memory this state refers to, shared with forks or not.")
+        .def("fork", &State::fork,
+             "A copy that shares memory until one of the two is extended; of a state that nobody is "
+             "extending.")
         .def_prop_ro("has_logits", &State::has_logits, "Whether the logits of the last token are at hand.");
     m.def(
         "bytes_of", [](const std::vector<const State*>& states) { return bytes_of(std::span(states)); },
@@ -485,6 +489,25 @@ void bind_session(nb::module_& m) {
             "Bytes allocated besides weights and states; fixed when the session is made.")
         .def_prop_ro(
             "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
+        .def_prop_ro(
+            "kept_bytes", [](PySession& s) { return s.session->kept().bytes(); },
+            "Bytes of the states that are kept, each block of memory once.")
+        .def(
+            "cost", [](PySession& s, const State& state) { return s.session->kept().cost(state); }, "state"_a,
+            "Bytes by which keeping a state would add to kept_bytes.")
+        .def(
+            "keep",
+            [](PySession& s, const State& state, size_t budget) {
+                s.session->check_own(state);
+                return s.session->kept().keep(state, budget);
+            },
+            "state"_a, "budget"_a,
+            "Count a state among those that are kept; False, and nothing done, if they would take up more "
+            "than "
+            "the budget.")
+        .def(
+            "let_go", [](PySession& s, const State& state) { s.session->kept().let_go(state); }, "state"_a,
+            "Undo keep.")
         .def(
             "new_state", [](PySession& s) { return s.session->new_state(); },
             nb::call_guard<nb::gil_scoped_release>())
@@ -633,6 +656,9 @@ void bind_session(nb::module_& m) {
                 return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
+        .def_prop_ro(
+            "_step_counts", [](PySession& s) { return s.session->turns().counts(); },
+            "Decode steps run, and the passes that they were run in.")
         .def(
             "end", [](PySession& s) { s.ending = true; },
             "Let calls under way end their threads at their next chance.")

@@ -123,6 +123,7 @@ void Options::check() const {
     in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("decode_batch", decode_batch, 1, 32);
     in_range("matmul_rows", matmul_rows, 2, 65537);
     one_of("expert_tile", text_of(expert_tile), "0 16 32");
 }

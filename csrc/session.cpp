@@ -15,33 +15,28 @@ constexpr int kLogitRows = 32;
 
 }  // namespace
 
-// The right to use the device, waited for. A thread that has it and asks again would wait for itself: what an
-// interrupt runs between two layers can do that.
+// The right to use the device, waited for.
 class Session::Turn {
    public:
-    explicit Turn(Session& session) : session_(session) {
-        LILY_CHECK(Error, session.owner_ != std::this_thread::get_id(),
-                   "the model is at work in this very thread: a signal handler or a callback that interrupts "
-                   "it cannot use it; let it return first");
-        session.mutex_.lock();
-        session.owner_ = std::this_thread::get_id();
+    explicit Turn(Session& session, const Interrupt& interrupt = nullptr) : turns_(session.turns_) {
+        turns_.take(interrupt);
     }
-    ~Turn() {
-        session_.owner_ = std::thread::id();
-        session_.mutex_.unlock();
-    }
+    ~Turn() { turns_.leave(); }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
    private:
-    Session& session_;
+    Turns& turns_;
 };
 
-Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv)
+Session::Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv,
+                 int most_steps)
     : weights_(std::move(weights)),
       ops_(std::move(ops)),
       layout_(weights_->config, kv, ops_->recurrent_copies()),
-      chunk_(chunk) {
+      chunk_(chunk),
+      turns_(std::min(most_steps, chunk)),
+      most_steps_(std::min(most_steps, chunk)) {
     static std::atomic<uint64_t> made{0};
     layout_.session = ++made;
 }
@@ -131,7 +126,7 @@ std::vector<State> Session::take_in(State& state, std::span<const int32_t> token
         const int64_t stop = keeps ? *checkpoint : std::min(chunk + chunk_, last);
         const auto length = static_cast<int>(stop - state.length());
         {
-            const Turn turn(*this);
+            const Turn turn(*this, interrupt);
             pass(state, tokens.subspan(static_cast<size_t>(done), static_cast<size_t>(length)),
                  static_cast<int>(std::min(chunk + chunk_, end) - chunk), interrupt);
             after(done, length);
@@ -249,13 +244,63 @@ int32_t Session::sample(State& state, const Sampling& sampling, const History& h
 int32_t Session::step(State& state, int32_t token, const Sampling& sampling, History& history,
                       std::span<const uint32_t> allowed) {
     check(state, {&token, 1}, {});
-    {
-        const Turn turn(*this);
-        pass(state, {&token, 1}, 0, nullptr);
-        make_logits(state, 0);
+    Step mine{&state, token, &sampling, &history, allowed};
+    if (const std::vector<Step*> steps = turns_.join(mine); !steps.empty()) {
+        run(steps);
+        turns_.leave(steps);
     }
-    history.add(token);
-    return sample(state, sampling, history, allowed);
+    if (mine.error) std::rethrow_exception(mine.error);
+    return mine.drawn;
+}
+
+// Each step gets its token or its own error. Only a pass that fails fails for all of them.
+void Session::run(std::vector<Step*> steps) {
+    const auto each = [&](const auto& work) {
+        std::erase_if(steps, [&](Step* step) {
+            try {
+                work(*step);
+            } catch (...) {
+                step->error = std::current_exception();
+            }
+            return step->error != nullptr;
+        });
+    };
+    each([&](Step& step) {
+        step.state->prepare(1, *ops_);
+        step.state->set_logits(false);
+    });
+    if (steps.empty()) return;
+    std::vector<int32_t> tokens;
+    std::vector<Segment> segments;
+    for (Step* step : steps) {
+        segments.push_back({step->state, static_cast<int>(tokens.size()), 1, step->state->length(), 0});
+        tokens.push_back(step->token);
+    }
+    try {
+        forward(*weights_, *ops_, Batch{tokens, segments, static_cast<int>(tokens.size())});
+        heads(steps);
+    } catch (...) {
+        for (Step* step : steps) step->error = std::current_exception();
+        return;
+    }
+    each([&](Step& step) {
+        State& state = *step.state;
+        state.set_logits(true);
+        step.history->add(step.token);
+        step.drawn = ops_->sample(logits_of(state), *step.sampling,
+                                  {state.length(), step.history->counts(), step.allowed});
+    });
+}
+
+// The head reads its weights once for all rows, and each row's logits go to their state.
+void Session::heads(std::span<Step* const> steps) {
+    const auto rows = static_cast<int>(steps.size());
+    if (rows == 1) return ops_->head(*weights_, 0, 1, steps[0]->state->new_logits(*ops_));
+    if (!step_logits_) step_logits_ = ops_->allocate(static_cast<size_t>(most_steps_) * layout_.logits);
+    ops_->head(*weights_, 0, rows, reinterpret_cast<float*>(step_logits_.get()));
+    for (size_t r = 0; r < steps.size(); ++r)
+        ops_->copy(reinterpret_cast<std::byte*>(steps[r]->state->new_logits(*ops_)),
+                   step_logits_.get() + r * layout_.logits, layout_.logits);
 }
 
 std::vector<TokenLogprob> Session::logprobs(const State& state, int32_t token, int top) const {

@@ -1,20 +1,19 @@
 // Session: a model loaded on a device, and the loops that drive it. Any thread may call it, and calls that
-// compute take turns. A State belongs to one caller at a time: two threads that grow one, or read one that
-// grows, race.
+// compute are served in the order they came. A State belongs to one caller at a time: two threads that grow
+// one, or read one that grows, race.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
-#include <thread>
 #include <tuple>
 #include <vector>
 
 #include "forward.h"
 #include "history.h"
+#include "kept.h"
 #include "logprobs.h"
+#include "turns.h"
 
 namespace lily {
 
@@ -45,7 +44,10 @@ using Progress = std::function<void(int64_t done, int64_t total)>;
 
 class Session {
    public:
-    Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv);
+    // chunk: tokens of a pass while a prompt is taken in.  most_steps: decode steps of several sequences that
+    // are run as one pass.
+    Session(std::shared_ptr<const Weights> weights, std::unique_ptr<Ops> ops, int chunk, DType kv,
+            int most_steps = 1);
 
     const Weights& weights() const { return *weights_; }
     Ops& ops() { return *ops_; }
@@ -56,6 +58,8 @@ class Session {
         return {layout_.page, layout_.recurrent, layout_.logits};
     }
 
+    Kept& kept() { return kept_; }
+    const Turns& turns() const { return turns_; }
     State new_state() const;
     void check_own(const State& state) const;  // throws std::invalid_argument for another session's
     State fork(const State& state);            // state.fork() that waits for a pass in progress
@@ -81,7 +85,8 @@ class Session {
     int32_t sample(State& state, const Sampling& sampling, const History& history = {},
                    std::span<const uint32_t> allowed = {});
 
-    // A decode step: takes a drawn token in, and into the history, and draws the next.
+    // A decode step: takes a drawn token in, and into the history, and draws the next. Steps that several
+    // threads wait for are run as one pass; each gives the token that it gives alone.
     int32_t step(State& state, int32_t token, const Sampling& sampling, History& history,
                  std::span<const uint32_t> allowed = {});
 
@@ -101,6 +106,8 @@ class Session {
     void make_logits(State& state, int row);
     void check(const State& state, std::span<const int32_t> tokens, const Intake& intake) const;
     std::shared_ptr<Block> adopt(const Memory& file, size_t size, int64_t at, size_t bytes);
+    void run(std::vector<Step*> steps);
+    void heads(std::span<Step* const> steps);
 
     class Turn;
 
@@ -109,8 +116,10 @@ class Session {
     std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
     StateLayout layout_;
     int chunk_;
-    std::mutex mutex_;
-    std::atomic<std::thread::id> owner_;  // of the turn in progress
+    Turns turns_;
+    Kept kept_;
+    Memory step_logits_;  // (most_steps, V) f32, once several steps are run together
+    const int most_steps_;
 };
 
 }  // namespace lily

@@ -69,6 +69,11 @@ class State:
     def nbytes(self) -> int:
         """Bytes of memory this state refers to, shared with forks or not."""
 
+    def fork(self) -> State:
+        """
+        A copy that shares memory until one of the two is extended; of a state that nobody is extending.
+        """
+
     @property
     def has_logits(self) -> bool:
         """Whether the logits of the last token are at hand."""
@@ -100,6 +105,21 @@ class Session:
     @property
     def options(self) -> dict[str, str]:
         """The options in force."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the states that are kept, each block of memory once."""
+
+    def cost(self, state: State) -> int:
+        """Bytes by which keeping a state would add to kept_bytes."""
+
+    def keep(self, state: State, budget: int) -> bool:
+        """
+        Count a state among those that are kept; False, and nothing done, if they would take up more than the budget.
+        """
+
+    def let_go(self, state: State) -> None:
+        """Undo keep."""
 
     def new_state(self) -> State: ...
 
