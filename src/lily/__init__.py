@@ -13,21 +13,25 @@ from typing import TYPE_CHECKING
 
 from lily.errors import (
     ContextError,
+    DeadlineError,
     DeviceError,
     LilyError,
     MemoryLimitError,
     ModelFilesError,
     PrefixFileError,
     PrefixMismatchError,
+    QueueFullError,
 )
 
 if TYPE_CHECKING:
     from lily.asynchronous import AsyncStream
+    from lily.cache import CacheStats
     from lily.completion import Chunk, Completion, Stream, Timings, Usage
     from lily.logprobs import TokenLogprob
     from lily.model import Model, ModelInfo
     from lily.prefix import Prefix
     from lily.sampling import Sampling
+    from lily.scheduler import QueueStats
     from lily.server import Server, asgi
     from lily.tokenizer import Tokenizer
     from lily.toolcalls import ToolCall, ToolCallDelta
@@ -37,9 +41,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DEMO",
     "AsyncStream",
+    "CacheStats",
     "Chunk",
     "Completion",
     "ContextError",
+    "DeadlineError",
     "DeviceError",
     "LilyError",
     "MemoryLimitError",
@@ -49,6 +55,8 @@ __all__ = [
     "Prefix",
     "PrefixFileError",
     "PrefixMismatchError",
+    "QueueFullError",
+    "QueueStats",
     "Sampling",
     "Server",
     "Stream",
@@ -67,6 +75,7 @@ DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-ta
 
 _MODULES = {
     "AsyncStream": "asynchronous",
+    "CacheStats": "cache",
     "Chunk": "completion",
     "Completion": "completion",
     "Stream": "completion",
@@ -76,6 +85,7 @@ _MODULES = {
     "Model": "model",
     "ModelInfo": "model",
     "Prefix": "prefix",
+    "QueueStats": "scheduler",
     "Sampling": "sampling",
     "Server": "server",
     "asgi": "server",

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lily import _core
 from lily.answer import Reader
+from lily.errors import DeadlineError
 from lily.logprobs import TokenLogprob, token_logprob
 from lily.progress import Report
+from lily.scheduler import Place
 from lily.toolcalls import CallReader, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
@@ -29,14 +31,17 @@ class Usage:
 
     prompt_tokens: int, the whole prompt, a prefix's tokens among them.
     completion_tokens: int, the tokens of the answer; the end token is not one of them.
-    cached_tokens: int, the part of the prompt that a prefix had already taken in.
+    cached_tokens: int, the part of the prompt that a prefix, or the cache, had already taken in.
     reasoning_tokens: int, the part of the answer that its thoughts took, with their tags.
+    spliced_tokens: int, the part of the prompt that consists of earlier answers' own tokens where the text of
+        the messages would be written by others.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    spliced_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -48,6 +53,7 @@ class Usage:
 class Timings:
     """Where the time went. The caller's own time between chunks is not counted.
 
+    queue_seconds: float, until the request took part.
     prefill_seconds: float, until the first token was drawn; prefill_tokens: int, taken in until then.
     decode_seconds: float, for all later tokens; decode_tokens: int, drawn in that time, the end token among
         them.
@@ -57,6 +63,7 @@ class Timings:
     prefill_tokens: int
     decode_seconds: float
     decode_tokens: int
+    queue_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -143,20 +150,23 @@ class Completion:
 class Request:
     """A generation as asked for, checked.
 
-    tokens: (n,) int32, the part of the prompt to take in first; n is 0 if state holds the whole of it.
-    state: what the tokens continue, None for nothing; never changed.  cached_tokens: int, how many it holds.
+    tokens: (n,) int32, the part of the prompt to take in first; n is 0 if a prefix holds the whole of it.
+    held: the prefix's state that the tokens continue, None for none; never changed.
+    held_tokens: int, how many it holds.
     stop_tokens, stop: the tokens and the strings that end the answer.
     thinking: bool, whether the answer begins inside its thoughts.
     top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
     report: what to call while the prompt is taken in.
+    timeout: float, seconds from the beginning of the work to its end; None for any time.
+    reuse: "auto", "strict" or "off", as for Model.generate.  spliced_tokens: int, as in Usage.
     tools: the functions that the answer may call, () for none.
     parallel_tool_calls: bool, whether it may be several; if not, the first one ends it.
     guide: what the answer is held to, None for nothing. It follows one answer only.
     """
 
     tokens: "NDArray[np.int32]"
-    state: "State | None"
-    cached_tokens: int
+    held: "State | None"
+    held_tokens: int
     sampling: "Sampling"
     max_tokens: int
     stop_tokens: frozenset[int]
@@ -164,6 +174,9 @@ class Request:
     thinking: bool
     top_logprobs: int | None = None
     report: Report | None = None
+    timeout: float | None = None
+    reuse: str = "auto"
+    spliced_tokens: int = 0
     tools: tuple[dict[str, Any], ...] = ()
     parallel_tool_calls: bool = True
     guide: "Guide | None" = None
@@ -171,7 +184,7 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return self.cached_tokens + len(self.tokens)
+        return self.held_tokens + len(self.tokens)
 
 
 class Stream(Iterator[Chunk]):
@@ -238,13 +251,18 @@ class Stream(Iterator[Chunk]):
             finish_reason=written.finish_reason,
             stop=written.stop,
             usage=Usage(
-                request.prompt_tokens, len(written.tokens), request.cached_tokens, written.reasoning_tokens
+                request.prompt_tokens,
+                len(written.tokens),
+                request.held_tokens + written.found_tokens,
+                written.reasoning_tokens,
+                request.spliced_tokens,
             ),
             timings=Timings(
                 written.prefill_seconds,
-                len(request.tokens),
+                len(request.tokens) - written.found_tokens,
                 written.decode_seconds,
                 written.decode_tokens,
+                written.queue_seconds,
             ),
             seed=request.sampling.seed,
             logprobs=None if written.logprobs is None else tuple(written.logprobs),
@@ -263,6 +281,8 @@ class _Written:
     """What a generation has written so far.
 
     handed_out: int, how many of the tokens have gone into a chunk; the text of the others is not certain yet.
+    found_tokens: int, how many of the prompt's tokens the cache had.
+    deadline: float, of time.monotonic(), once the work has begun.
 
     Apart from Stream: a generator that knew its stream would be a cycle, and its state outlive the last use.
     """
@@ -277,6 +297,9 @@ class _Written:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     cancelled: bool = False
+    found_tokens: int = 0
+    deadline: float | None = None
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
@@ -285,6 +308,11 @@ class _Written:
         """Raise unless the generation is to go on."""
         if self.cancelled:
             raise _CancelledError
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise DeadlineError(
+                f"timeout: the time is up after {len(self.tokens)} tokens of the answer, which the stream's "
+                "so_far() has; allow more, or ask for less"
+            )
 
     def add(self, piece: tuple[str, str]) -> Chunk | None:
         """Keep thoughts and text; return them, if there are any, with the tokens not handed out yet."""
@@ -321,18 +349,47 @@ class _CancelledError(Exception):
 
 
 def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
-    reader = Reader(engine.tokenizer, request.thinking, request.stop)
-    sampling, history = request.sampling.core(), _core.History()
-    guide = request.guide
-    started = time.perf_counter()
+    asked = time.perf_counter()
+    if request.timeout is not None:
+        written.deadline = time.monotonic() + request.timeout
     try:
         written.check()
-        state, _ = engine.take_in(request.tokens, request.state, request.report, written.check)
+        needed = engine.bytes_for(request.prompt_tokens + request.max_tokens)
+        with engine.scheduler.admit(needed, written.check) as place:
+            written.queue_seconds = time.perf_counter() - asked
+            yield from _answer(engine, request, written, place)
     except _CancelledError:
         return
-    allowed = guide.allowed(reader.thinking, 0) if guide else None
-    token = engine.session.sample(state, sampling, None, allowed)
+
+
+def _answer(
+    engine: "Engine", request: Request, written: _Written, place: Place
+) -> Generator[Chunk, None, None]:
+    started = time.perf_counter()
+    state, hit = engine.take_in_prompt(request, place, written.check)
+    if hit is not None:
+        written.found_tokens = hit.length
+    guide = request.guide
+    allowed = guide.allowed(request.thinking, 0) if guide else None
+    token = engine.session.sample(state, request.sampling.core(), None, allowed)
     written.prefill_seconds = time.perf_counter() - started
+    closed = True
+    try:
+        for chunk in _decode(engine, request, written, state, token):
+            place.rest()
+            yield chunk
+            place.resume()
+        closed = False
+    finally:
+        if hit is not None:
+            engine.keep_answer(request, written.tokens, state, hit, dropped=closed)
+
+
+def _decode(
+    engine: "Engine", request: Request, written: _Written, state: "State", token: int
+) -> Iterator[Chunk]:
+    reader = Reader(engine.tokenizer, request.thinking, request.stop)
+    sampling, history, guide = request.sampling.core(), _core.History(), request.guide
     while token not in request.stop_tokens:
         written.tokens.append(token)
         if written.logprobs is not None:
@@ -357,6 +414,7 @@ def _write(engine: "Engine", request: Request, written: _Written) -> Generator[C
             break
         if written.cancelled:
             break
+        written.check()
         started = time.perf_counter()
         allowed = guide.allowed(reader.thinking, written.reasoning_tokens) if guide else None
         token = engine.session.step(state, token, sampling, history, allowed)

@@ -27,3 +27,19 @@ class PrefixMismatchError(PrefixFileError):
 
 class DeviceError(LilyError):
     """The device refused or failed."""
+
+
+class QueueFullError(LilyError):
+    """As many requests wait for the model as may; try again later.
+
+    active, waiting: int, requests at work and in the queue.
+    """
+
+    def __init__(self, message: str, active: int, waiting: int) -> None:
+        """Hold the message and its numbers."""
+        super().__init__(message)
+        self.active, self.waiting = active, waiting
+
+
+class DeadlineError(LilyError, TimeoutError):
+    """A request took longer than its `timeout` allows."""

@@ -42,6 +42,7 @@ class Tokenizer:
         self._plain.normalizer = core.normalizer
         self._plain.pre_tokenizer = core.pre_tokenizer
         self._markers = {token.content: number for number, token in added.items()}
+        self._marker_ids = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
         longest_first = sorted(self._markers, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -111,6 +112,10 @@ class Tokenizer:
             return self._core.token_to_id(text)
         except UnicodeEncodeError:  # half a surrogate pair, which no token holds
             return None
+
+    def is_marker(self, token: int) -> bool:
+        """Return whether a token is a marker, whose text no message can spell."""
+        return token in self._marker_ids
 
     def token_bytes(self, token: int, *, markers: bool = True) -> bytes:
         """Return the UTF-8 bytes, perhaps part of a character only, that a token stands for.
