@@ -47,6 +47,8 @@ void translate(const std::exception_ptr& exception, void*) {
         raise("ModelFilesError", error.what());
     } catch (const ContextError& error) {
         raise("ContextError", error.what());
+    } catch (const MemoryLimitError& error) {
+        raise("MemoryLimitError", error.what());
     } catch (const DeviceError& error) {
         raise("DeviceError", error.what());
     } catch (const Error& error) {
@@ -269,7 +271,8 @@ struct PySession {
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;
-        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv);
+        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv,
+                                            options.decode_batch);
     }
 
     const LayerWeights& layer(int index) const {
@@ -307,6 +310,36 @@ nb::tuple layer_state(PySession& s, const State& state, int index) {
     }
     s.session->ops().read_state(layer, state, first.data(), second.data());
     return nb::make_tuple(first, second);
+}
+
+// A NumPy array of bytes that somebody else owns.
+nb::object byte_array(const std::shared_ptr<const std::byte>& bytes, size_t size) {
+    if (!bytes) return nb::none();
+    auto* share = new std::shared_ptr<const std::byte>(bytes);
+    const nb::capsule owner(
+        share, [](void* p) noexcept { delete static_cast<std::shared_ptr<const std::byte>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(bytes.get(), {size}, owner));
+}
+
+nb::tuple parts_of(PySession& s, const State& state) {
+    StateParts parts;
+    {
+        nb::gil_scoped_release no_gil;
+        parts = s.session->parts(state);
+    }
+    const StateLayout& layout = state.layout();
+    nb::list pages;
+    for (const auto& page : parts.pages) pages.append(byte_array(page, layout.page));
+    return nb::make_tuple(pages, byte_array(parts.recurrent, layout.recurrent),
+                          byte_array(parts.logits, layout.logits));
+}
+
+std::vector<State> restore(PySession& s, int file, size_t bytes, int64_t pages,
+                           const std::vector<std::tuple<int64_t, int64_t, int64_t>>& states) {
+    std::vector<SavedState> saved;
+    for (const auto& [length, recurrent, logits] : states) saved.push_back({length, recurrent, logits});
+    const nb::gil_scoped_release no_gil;
+    return s.session->restore(map_file(file, bytes), bytes, pages, saved);
 }
 
 // ---- One step at a time, for tests and benchmarks
@@ -457,7 +490,13 @@ void bind_session(nb::module_& m) {
         .def_prop_ro("length", &State::length, "Tokens taken in so far.")
         .def_prop_ro("nbytes", &State::bytes,
                      "Bytes of memory this state refers to, shared with forks or not.")
+        .def("fork", &State::fork,
+             "A copy that shares memory until one of the two is extended; of a state that nobody is "
+             "extending.")
         .def_prop_ro("has_logits", &State::has_logits, "Whether the logits of the last token are at hand.");
+    m.def(
+        "bytes_of", [](const std::vector<const State*>& states) { return bytes_of(std::span(states)); },
+        "states"_a, "Bytes of memory that some states refer to together: what they share counts once.");
 
     nb::class_<PySession>(m, "Session", "A checkpoint on a device, and the loops that drive it.")
         .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a,
@@ -472,6 +511,25 @@ void bind_session(nb::module_& m) {
             "Bytes allocated besides weights and states; fixed when the session is made.")
         .def_prop_ro(
             "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
+        .def_prop_ro(
+            "kept_bytes", [](PySession& s) { return s.session->kept().bytes(); },
+            "Bytes of the states that are kept, each block of memory once.")
+        .def(
+            "cost", [](PySession& s, const State& state) { return s.session->kept().cost(state); }, "state"_a,
+            "Bytes by which keeping a state would add to kept_bytes.")
+        .def(
+            "keep",
+            [](PySession& s, const State& state, size_t budget) {
+                s.session->check_own(state);
+                return s.session->kept().keep(state, budget);
+            },
+            "state"_a, "budget"_a,
+            "Count a state among those that are kept; False, and nothing done, if they would take up more "
+            "than "
+            "the budget.")
+        .def(
+            "let_go", [](PySession& s, const State& state) { s.session->kept().let_go(state); }, "state"_a,
+            "Undo keep.")
         .def(
             "new_state", [](PySession& s) { return s.session->new_state(); },
             nb::call_guard<nb::gil_scoped_release>())
@@ -482,19 +540,60 @@ void bind_session(nb::module_& m) {
         .def(
             "extend",
             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
-               const nb::object& interrupt) {
+               const nb::object& interrupt, const std::vector<int64_t>& checkpoints, int64_t end) {
                 const Call call(s);
                 const Progress report = progress_of(progress, s.ending);
                 const Interrupt check = interrupt_of(interrupt, s.ending);
                 nb::gil_scoped_release no_gil;
-                s.session->extend(state, span_of(tokens), report, check);
+                return s.session->extend(state, span_of(tokens), report, check, {checkpoints, end});
             },
             "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
-            "Take tokens in; the state then holds the last one's logits. progress is called between chunks, "
-            "interrupt every 50 ms or so; what they raise ends the work.",
+            "checkpoints"_a = std::vector<int64_t>(), "end"_a = 0,
+            "Take tokens in; the state then holds the last one's logits. Returns the states at the positions "
+            "that checkpoints names. end: where the prompt ends, if these are not its last tokens; then "
+            "there "
+            "are no logits. progress is called between chunks, interrupt every 50 ms or so; what they raise "
+            "ends the work.",
             nb::sig(
                 "def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
-                ") -> None"))
+                ", checkpoints: collections.abc.Sequence[int] = (), end: int = 0) -> list[State]"))
+        .def_prop_ro(
+            "grid", [](PySession& s) { return s.session->grid(); },
+            "A prompt cut at multiples of it gets the bits of the prompt in one piece.")
+        .def(
+            "resumes",
+            [](PySession& s, int64_t position, int64_t end) { return s.session->resumes(position, end); },
+            "position"_a, "end"_a,
+            "Whether a prompt of `end` tokens that goes on from a checkpoint gets the bits that it has in "
+            "one "
+            "piece.")
+        .def_prop_ro(
+            "state_order", [](PySession& s) { return s.session->ops().state_order(); },
+            "Names how states are laid out; those of another order can't be restored.")
+        .def_prop_ro(
+            "state_sizes", [](PySession& s) { return s.session->sizes(); },
+            "Bytes of a page of 256 positions, of a copy of the recurrent states, and of logits.")
+        .def_prop_ro(
+            "state_bytes", [](PySession& s) { return s.session->ledger().live(); },
+            "Bytes of all its states that are alive, without what lies in mapped files.")
+        .def_prop_ro(
+            "state_peak", [](PySession& s) { return s.session->ledger().peak(); },
+            "The most that state_bytes has been since reset_state_peak().")
+        .def("reset_state_peak", [](PySession& s) { s.session->ledger().reset_peak(); })
+        .def_prop_rw(
+            "state_limit", [](PySession& s) { return s.session->ledger().limit(); },
+            [](PySession& s, int64_t bytes) { s.session->ledger().set_limit(bytes); },
+            "The most that state_bytes may be, or 0: what would need more raises MemoryLimitError.")
+        .def("parts", &parts_of, "state"_a,
+             "A state's memory as bytes that no other state writes: pages, recurrent states, logits or None.",
+             nb::sig("def parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], "
+                     "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"))
+        .def("restore", &restore, "file"_a, "nbytes"_a, "pages"_a, "states"_a,
+             "Map a file by its descriptor and return the states that lie in it: pages from a byte on; for "
+             "each "
+             "state its length, and the bytes where its recurrent states and logits begin, -1 for none.",
+             nb::sig("def restore(self, file: int, nbytes: int, pages: int, states: "
+                     "collections.abc.Sequence[tuple[int, int, int]]) -> list[State]"))
         .def(
             "sample",
             [](PySession& s, State& state, const Sampling& sampling, const History* history,
@@ -584,6 +683,9 @@ void bind_session(nb::module_& m) {
                 return ops.drawn();
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
+        .def_prop_ro(
+            "_step_counts", [](PySession& s) { return s.session->turns().counts(); },
+            "Decode steps run, and the passes that they were run in.")
         .def(
             "end", [](PySession& s) { s.ending = true; },
             "Let calls under way end their threads at their next chance.")

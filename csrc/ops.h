@@ -20,6 +20,12 @@ struct Segment {
     int row;  // its first row in the batch
     int length;
     int64_t position;  // of its first token in the sequence
+    // Rows that kernels are chosen by: in a prompt, those from the border of the position grid's chunk to
+    // where the prompt or the chunk ends, so that a row goes the same way however its prompt is cut. 0:
+    // length.
+    int chunk_rows = 0;
+
+    int choice() const { return chunk_rows ? chunk_rows : length; }
 };
 
 // In the place of a token id: the token that Ops::sample drew last, which the device has and the host need
@@ -108,10 +114,16 @@ struct Ops {
     virtual int threads() const = 0;
     virtual int recurrent_copies() const = 0;  // 2: a step reads one and writes the other
     virtual size_t scratch_bytes() const = 0;  // all it allocated besides weights and states
+    // A prompt cut at multiples of it, its chunks too, gets the bits of the prompt in one piece.
+    virtual int grid() const = 0;
+    virtual std::string state_order() const = 0;  // names how it lays out pages and recurrent states
 
     // Zero-filled memory for states, and copies of it.
     virtual Memory allocate(size_t bytes) = 0;
     virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+    virtual bool maps_files() const = 0;  // whether states may lie in a mapped file; if not, they are copied
+    // Makes zeros of a page's positions from `position` on. The page is no state's.
+    virtual void clear_page(std::byte* page, int position) const = 0;
 
     // Before the steps of a pass, and after which their results may be read.
     virtual void begin(const Batch&) = 0;

@@ -1,6 +1,6 @@
-"""Write what is committed but made: _core.pyi, and the tables of options, stages and records in docs/.
+"""Write what is committed but made: src/lily/_core.pyi, and tables in docs/.
 
-Stub, options and stages come from the built core, records from bench/records.
+Stub, options and stages come from the built core, records from bench/records, the server's fields from the server.
 
 python tools/generate.py             writes them
 python tools/generate.py --check     writes nothing; exit status 1 and the difference if one is out of date
@@ -59,7 +59,7 @@ def options_page(page: str) -> str:
 
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
-    for bench in ("agree", "load", "speed"):
+    for bench in ("agree", "load", "serve", "speed"):
         newest: dict[tuple[str, ...], str] = {}
         for file in sorted(records.glob("*.jsonl")):
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -106,6 +106,24 @@ def kernels_page(page: str, records: Path) -> str:
     page = with_table(page, "stages", *stages_of_the_35b())
     head = "| kernel, or step of the 35B | context | MB in lines | MB asked for | MB in sectors | records |"
     return with_table(page, "traffic", head, rows)
+def server_page(page: str) -> str:
+    """Give the server's page with the fields that each endpoint reads, refuses and passes over."""
+    import msgspec
+
+    from lily.server.app import DIALECTS
+
+    rows = []
+    for dialect in DIALECTS:
+        fields = msgspec.structs.fields(dialect.request)
+        read = ", ".join(f"`{field.name}`" + ("*" if field.required else "") for field in fields)
+        refused = ", ".join(
+            f"`{name}`" + "".join(f" (`{json.dumps(value)}`)" for value in harmless)
+            for name, harmless in dialect.refused.items()
+        )
+        ignored = ", ".join(f"`{name}`" for name in dialect.ignored)
+        rows.append(f"| `{dialect.path}` | {read} | {refused} | {ignored} |")
+    head = "| endpoint | read (* needed) | refused | without effect |"
+    return with_table(page, "fields", head, rows)
 
 
 def main() -> int:
@@ -115,8 +133,8 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="the checkout")
     arguments = parser.parse_args()
     stub_file = arguments.root / "src/lily/_core.pyi"
-    pages = ("options", "performance", "kernels")
-    options, performance, kernels = (arguments.root / "docs" / f"{name}.md" for name in pages)
+    pages = ("options", "performance", "kernels", "server")
+    options, performance, kernels, server = (arguments.root / "docs" / f"{name}.md" for name in pages)
     records = arguments.root / "bench" / "records"
     stale = 0
     for file, made in [
@@ -124,6 +142,7 @@ def main() -> int:
         (options, options_page(options.read_text())),
         (performance, performance_page(performance.read_text(), records)),
         (kernels, kernels_page(kernels.read_text(), records)),
+        (server, server_page(server.read_text())),
     ]:
         committed = file.read_text()
         if committed == made:

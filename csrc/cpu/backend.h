@@ -54,6 +54,10 @@ class CpuOps final : public Ops {
     int threads() const override { return threads_.count(); }
     int recurrent_copies() const override { return 1; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
+    int grid() const override { return 1; }
+    std::string state_order() const override { return "cpu"; }
+    bool maps_files() const override { return true; }
+    void clear_page(std::byte* page, int position) const override;
 
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;

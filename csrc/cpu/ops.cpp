@@ -14,19 +14,23 @@ namespace lily {
 namespace {
 
 constexpr size_t kHugePage = 2 << 20;
+// From here on memory comes from the system and goes back to it. What is smaller is aligned here: glibc's
+// aligned_alloc does not find again what it was given back, and states that come and go made a process grow
+// without end.
+constexpr size_t kMapped = 64 << 10;
+constexpr size_t kCacheLine = 64;
 
 Memory map_memory(size_t bytes) {
-    if (bytes < kHugePage) {
-        const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
-        auto* p = static_cast<std::byte*>(std::aligned_alloc(64, whole));
-        if (!p) throw std::bad_alloc();
-        std::memset(p, 0, whole);
-        return Memory(p, std::free);
+    if (bytes < kMapped) {
+        auto* base = static_cast<std::byte*>(std::calloc(1, bytes + kCacheLine));
+        if (!base) throw std::bad_alloc();
+        const auto at = reinterpret_cast<uintptr_t>(base);
+        return Memory(base + (kCacheLine - at % kCacheLine), [base](std::byte*) { std::free(base); });
     }
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(p, bytes, MADV_HUGEPAGE);
+    if (bytes >= kHugePage) madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
@@ -129,6 +133,19 @@ Memory CpuOps::allocate(size_t bytes) {
 
 void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
+}
+
+void CpuOps::clear_page(std::byte* page, int position) const {
+    const auto Dh = static_cast<size_t>(c_.head_dim), size = bytes_of(kv_);
+    const size_t head = Dh * kPageTokens * size, kept = static_cast<size_t>(position);
+    for (int plane = 0; plane < 2 * c_.attention_layers() * c_.kv_heads; ++plane, page += head) {
+        if (plane / c_.kv_heads % 2 == 1) {  // values (256, Dh)
+            std::memset(page + kept * Dh * size, 0, (kPageTokens - kept) * Dh * size);
+            continue;
+        }
+        for (size_t d = 0; d < Dh; ++d)  // keys (Dh, 256)
+            std::memset(page + (d * kPageTokens + kept) * size, 0, (kPageTokens - kept) * size);
+    }
 }
 
 // A few tasks a thread, so that uneven threads even out, of whole cache lines of output.

@@ -59,7 +59,8 @@ args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment&
 // appended by the dispatch that attends.
 void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
     const std::span<const Segment> segments = batch.segments;
-    if (std::all_of(segments.begin(), segments.end(), [](const Segment& s) { return s.length == 1; }))
+    if (std::all_of(segments.begin(), segments.end(),
+                    [&](const Segment& s) { return s.length == 1 && !flashes(s); }))
         return attend(layer, segments, batch.rows);
     for (const Segment& s : segments) {
         const bool tiled = flashes(s);
@@ -75,7 +76,7 @@ void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
 // Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who
 // keeps them in f32 gets the kernels that do not; and they take heads of a few widths.
 bool GpuOps::flashes(const Segment& s) const {
-    return options_.flash_from > 0 && s.length >= options_.flash_from && kv_ == DType::bf16 &&
+    return options_.flash_from > 0 && s.choice() >= options_.flash_from && kv_ == DType::bf16 &&
            (c_.head_dim == 64 || c_.head_dim == 128 || c_.head_dim == 256);
 }
 

@@ -27,6 +27,10 @@ class GpuOps final : public Ops {
     int threads() const override { return 1; }
     int recurrent_copies() const override { return 2; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
+    int grid() const override;
+    std::string state_order() const override { return "gpu"; }
+    bool maps_files() const override { return false; }
+    void clear_page(std::byte* page, int position) const override;
 
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;

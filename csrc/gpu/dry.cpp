@@ -148,16 +148,16 @@ std::vector<RecordedDispatch> record_decode(const Config& config, const Options&
     const Phantom phantom(config);
     const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
     GpuOps ops(phantom.weights(), options, 1, kv, std::make_unique<Notebook>(notes));
-    State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
     state.prepare(position + 1, ops);
     state.advance(position);
-    const std::span<const float> logits(state.logits(), static_cast<size_t>(config.vocab));
+    const std::span<const float> logits(state.new_logits(ops), static_cast<size_t>(config.vocab));
     ops.sample(logits, {}, {position, {}, {}});  // by the step before
     notes.clear();
     const int32_t token = kDrawn;
     const Segment segment{&state, 0, 1, position};
     forward(phantom.weights(), ops, {{&token, 1}, {&segment, 1}, 1});
-    ops.head(phantom.weights(), 0, 1, state.logits());
+    ops.head(phantom.weights(), 0, 1, state.new_logits(ops));
     ops.sample(logits, {}, {position + 1, {}, {}});
     const int64_t first = notes.front().stage;
     for (RecordedDispatch& note : notes) note.stage -= first;
@@ -171,7 +171,7 @@ size_t scratch_of_prefill(const Config& config, const Options& options, int64_t 
     auto notebook = std::make_unique<Notebook>(notes);
     const Notebook& device = *notebook;
     GpuOps ops(phantom.weights(), options, options.prefill_chunk, kv, std::move(notebook));
-    State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
     const std::vector<int32_t> zeros(static_cast<size_t>(options.prefill_chunk));
     for (int64_t done = 0; done < tokens; done = state.length()) {
         const auto rows = static_cast<int>(std::min<int64_t>(options.prefill_chunk, tokens - done));

@@ -41,7 +41,8 @@ void GpuOps::allocate_gdn() {
 // A few tokens, of any number of sequences, go through one kernel; many of one sequence through a scan.
 void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     const auto many = [&](const Segment& s) {
-        return options_.gdn_scan_from > 0 && s.length >= std::max(options_.gdn_scan_from, c_.conv_taps - 1);
+        return options_.gdn_scan_from > 0 && s.choice() >= options_.gdn_scan_from &&
+               s.length >= c_.conv_taps - 1;
     };
     std::span<const Segment> rest = batch.segments;
     while (!rest.empty()) {

@@ -9,7 +9,7 @@ namespace lily {
 // Whether a pass multiplies in tiles. Only a prompt's: several sequences in one pass are continued row by
 // row, so that none of them depends on how many there are.
 bool GpuOps::tiled(const Batch& batch) const {
-    return fits_tiles_ && batch.segments.size() == 1 && batch.rows >= options_.matmul_rows;
+    return fits_tiles_ && batch.segments.size() == 1 && batch.segments[0].choice() >= options_.matmul_rows;
 }
 
 // The rows that a threadgroup takes of T: as few as hold all, so that a short prompt keeps all SIMD-groups

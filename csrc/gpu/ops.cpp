@@ -93,6 +93,22 @@ void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
+// The tiled kernels sum over blocks of 64 positions; those that go row by row do not care.
+int GpuOps::grid() const {
+    const int first[] = {options_.matmul_rows, options_.flash_from, options_.gdn_scan_from};
+    int most = 0;
+    for (int from : first)
+        if (from <= rows_) most = std::max(most, from);
+    constexpr int kBlock = 64;
+    return most == 0 ? 1 : (most + kBlock - 1) / kBlock * kBlock;
+}
+
+void GpuOps::clear_page(std::byte* page, int position) const {
+    const size_t row = static_cast<size_t>(c_.head_dim) * bytes_of(kv_), kept = static_cast<size_t>(position);
+    for (int plane = 0; plane < 2 * c_.attention_layers() * c_.kv_heads; ++plane, page += kPageTokens * row)
+        std::memset(page + kept * row, 0, (kPageTokens - kept) * row);  // (256, Dh)
+}
+
 // What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
 // states and pages are.
 void GpuOps::begin(const Batch& batch) {

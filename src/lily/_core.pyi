@@ -134,9 +134,19 @@ class State:
     def nbytes(self) -> int:
         """Bytes of memory this state refers to, shared with forks or not."""
 
+    def fork(self) -> State:
+        """
+        A copy that shares memory until one of the two is extended; of a state that nobody is extending.
+        """
+
     @property
     def has_logits(self) -> bool:
         """Whether the logits of the last token are at hand."""
+
+def bytes_of(states: Sequence[State]) -> int:
+    """
+    Bytes of memory that some states refer to together: what they share counts once.
+    """
 
 class Session:
     """A checkpoint on a device, and the loops that drive it."""
@@ -161,14 +171,83 @@ class Session:
     def options(self) -> dict[str, str]:
         """The options in force."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the states that are kept, each block of memory once."""
+
+    def cost(self, state: State) -> int:
+        """Bytes by which keeping a state would add to kept_bytes."""
+
+    def keep(self, state: State, budget: int) -> bool:
+        """
+        Count a state among those that are kept; False, and nothing done, if they would take up more than the budget.
+        """
+
+    def let_go(self, state: State) -> None:
+        """Undo keep."""
+
     def new_state(self) -> State: ...
 
     def fork(self, state: State) -> State:
         """A copy that shares memory until one of the two is extended."""
 
-    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None) -> None:
+    def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], progress: Callable[[int, int], None] | None = None, interrupt: Callable[[], None] | None = None, checkpoints: Sequence[int] = (), end: int = 0) -> list[State]:
         """
-        Take tokens in; the state then holds the last one's logits. progress is called between chunks, interrupt every 50 ms or so; what they raise ends the work.
+        Take tokens in; the state then holds the last one's logits. Returns the states at the positions that checkpoints names. end: where the prompt ends, if these are not its last tokens; then there are no logits. progress is called between chunks, interrupt every 50 ms or so; what they raise ends the work.
+        """
+
+    @property
+    def grid(self) -> int:
+        """
+        A prompt cut at multiples of it gets the bits of the prompt in one piece.
+        """
+
+    def resumes(self, position: int, end: int) -> bool:
+        """
+        Whether a prompt of `end` tokens that goes on from a checkpoint gets the bits that it has in one piece.
+        """
+
+    @property
+    def state_order(self) -> str:
+        """
+        Names how states are laid out; those of another order can't be restored.
+        """
+
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        """
+        Bytes of a page of 256 positions, of a copy of the recurrent states, and of logits.
+        """
+
+    @property
+    def state_bytes(self) -> int:
+        """
+        Bytes of all its states that are alive, without what lies in mapped files.
+        """
+
+    @property
+    def state_peak(self) -> int:
+        """The most that state_bytes has been since reset_state_peak()."""
+
+    def reset_state_peak(self) -> None: ...
+
+    @property
+    def state_limit(self) -> int:
+        """
+        The most that state_bytes may be, or 0: what would need more raises MemoryLimitError.
+        """
+
+    @state_limit.setter
+    def state_limit(self, arg: int, /) -> None: ...
+
+    def parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]:
+        """
+        A state's memory as bytes that no other state writes: pages, recurrent states, logits or None.
+        """
+
+    def restore(self, file: int, nbytes: int, pages: int, states: Sequence[tuple[int, int, int]]) -> list[State]:
+        """
+        Map a file by its descriptor and return the states that lie in it: pages from a byte on; for each state its length, and the bytes where its recurrent states and logits begin, -1 for none.
         """
 
     def sample(self, state: State, sampling: Sampling, history: History | None = None, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
