@@ -1,6 +1,6 @@
 """How far two runs of a model agree: what the precision contract is stated in, and how the core keeps it.
 
-    python -m bench.agree [--record]
+    python -m bench.agree [--record] [--kv int8]
 
 The vectors compared with are mlx-lm's in float32; tests/golden says how they were made.
 """
@@ -49,6 +49,7 @@ def target_log_probabilities(logits: ArrayLike, tokens: ArrayLike) -> Array:
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "src" / "lily" / "demo" / "lily-tales-22m-4bit"
 GOLDEN = ROOT / "tests" / "golden"
+KV = ("bf16", "f32", "int8")
 
 
 def core_logits(directory: Path, windows: Array, options: dict[str, str]) -> tuple[str, Array]:
@@ -87,10 +88,12 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m bench.agree", description="Compare the core with what mlx-lm computes in float32."
     )
     parser.add_argument("--record", action="store_true", help="append the figures to bench/records")
-    keep = parser.parse_args(arguments).record
+    parser.add_argument("--kv", choices=KV, action="append", help="what keys and values are kept in; all")
+    given = parser.parse_args(arguments)
+    keep = given.record
     with np.load(GOLDEN / "demo.npz") as file:
         golden = dict(file)
-    for kv in ("bf16", "f32"):
+    for kv in given.kv or KV:
         options = {"kv": kv}
         device, logits = core_logits(DEMO, golden["tokens"], options)
         runs = [(device, text_figures(logits, golden))]

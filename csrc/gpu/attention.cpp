@@ -88,7 +88,7 @@ void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment
 }
 
 const char* GpuOps::kv_name() const {
-    return kv_ == DType::bf16 ? "bf16" : "f32";
+    return kv_ == DType::bf16 ? "bf16" : kv_ == DType::i8 ? "int8" : "f32";
 }
 
 // Consecutive dimensions of a head that a lane takes.
