@@ -96,7 +96,7 @@ def run(checkpoint: str, backend: str, kv: str, program, longest: int) -> None:
         for one in alive:
             assert np.array_equal(one.logits(), cold.prefix(one.tokens).logits()), (what, len(one))
     session = model._engine.session
-    del alive, prefix
+    del alive, prefix, one
     assert session.state_bytes == 0
 
 
