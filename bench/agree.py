@@ -1,6 +1,6 @@
 """How far two runs of a model agree: what the precision contract is stated in, and how the core keeps it.
 
-    python -m bench.agree [--record]
+    python -m bench.agree [--record] [--kv int8]
     python -m bench.agree --kernels build/kernels.so [--record]
 
 The vectors compared with are mlx-lm's in float32; tests/golden says how they were made. With --kernels the
@@ -52,6 +52,7 @@ def target_log_probabilities(logits: ArrayLike, tokens: ArrayLike) -> Array:
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "src" / "lily" / "demo" / "lily-tales-22m-4bit"
 GOLDEN = ROOT / "tests" / "golden"
+KV = ("bf16", "f32", "int8")
 
 
 def core_logits(directory: Path, windows: Array, options: dict[str, str]) -> tuple[str, Array]:
@@ -130,6 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--record", action="store_true", help="append the figures to bench/records")
     parser.add_argument("--kernels", default="", help="the GPU kernels, made by `make kernels`")
+    parser.add_argument("--kv", choices=KV, action="append", help="what keys and values are kept in; all")
     given = parser.parse_args(arguments)
     with np.load(GOLDEN / "demo.npz") as file:
         golden = dict(file)
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     def against(case: str) -> str:
         return f"mlx-lm 0.32.2, float32, {over if case.startswith('demo') else 'over 70 positions'}"
 
-    for kv in ("bf16", "f32"):
+    for kv in given.kv or KV:
         device, logits = core_logits(DEMO, golden["tokens"], {"kv": kv})
         runs = [(device, text_figures(logits, golden))]
         if kv == "f32":

@@ -267,7 +267,7 @@ struct PySession {
 
     PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
         : options(options_of(given)), weights(checkpoint.weights) {
-        const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+        const DType kv = kv_type(options.kv);
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;

@@ -162,6 +162,11 @@ struct Ops {
 
 struct Options;
 
+// The type that the option kv names.
+inline DType kv_type(const std::string& name) {
+    return name == "f32" ? DType::f32 : name == "int8" ? DType::i8 : DType::bf16;
+}
+
 // rows: the largest T.  kv: what keys and values are kept in.
 std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv);
 

@@ -16,7 +16,7 @@ namespace lily {
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
-    X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16 or f32.")                    \
+    X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
     X(std::string,  kernels,       "",      "Library of GPU kernels for device sim, made by `make kernels`.")  \
     X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \

@@ -26,7 +26,8 @@ bool alone(const std::shared_ptr<Block>& block) {
 
 StateLayout::StateLayout(const Config& c, DType kv_type, int recurrent_copies)
     : kv(kv_type), copies(recurrent_copies) {
-    plane = static_cast<size_t>(c.kv_heads) * kPageTokens * static_cast<size_t>(c.head_dim) * bytes_of(kv);
+    head = kPageTokens * (static_cast<size_t>(c.head_dim) * bytes_of(kv) + bytes_of_scale(kv));
+    plane = static_cast<size_t>(c.kv_heads) * head;
     page = plane * 2 * static_cast<size_t>(c.attention_layers());
     conv = static_cast<int64_t>(c.conv_taps - 1) * c.channels();
     delta = static_cast<int64_t>(c.value_heads) * c.value_dim * c.key_dim;
@@ -141,6 +142,12 @@ void State::advance(int64_t tokens) {
 float* State::new_logits(Ops& ops) {
     if (!logits_ || !alone(logits_)) logits_ = allocate(ops, layout_.logits);
     return logits();
+}
+
+float kept_at(const std::byte* head, DType kv, int64_t Dh, int64_t i, int64_t slot) {
+    if (kv != DType::i8) return float_at(head, kv, static_cast<size_t>(i));
+    const std::byte* scales = head + kPageTokens * Dh;
+    return load<float>(scales + slot * 4) * static_cast<float>(load<int8_t>(head + i));
 }
 
 Memory map_file(int file, size_t bytes) {

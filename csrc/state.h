@@ -28,8 +28,10 @@ struct StateLayout {
     StateLayout(const Config& config, DType kv, int recurrent_copies);
 
     DType kv = DType::bf16;
-    size_t plane = 0;      // bytes of one layer's keys (or values) in a page: (G, 256, Dh)
-    size_t page = 0;       // bytes of a page: (attention layers, 2, G, 256, Dh)
+    size_t head =
+        0;  // bytes of one head's keys (or values) in a page: (256, Dh); int8: then (256) f32 scales
+    size_t plane = 0;      // bytes of one layer's keys (or values) in a page: (G) heads
+    size_t page = 0;       // bytes of a page: (attention layers, 2, G) heads
     int64_t conv = 0;      // floats of one layer's convolution state: (C - 1, channels), oldest first
     int64_t delta = 0;     // floats of one layer's delta state: (Hv, Dv, Dk), in the backend's own order
     size_t recurrent = 0;  // bytes of all layers' conv and delta states
@@ -139,6 +141,9 @@ class State {
     int64_t length_ = 0;
     bool has_logits_ = false;
 };
+
+// Number i of a head's rows in a page, which belongs to position `slot` of it. Dh: numbers of a position.
+float kept_at(const std::byte* head, DType kv, int64_t Dh, int64_t i, int64_t slot);
 
 // A file mapped by its descriptor. Writing to it would change this process's view alone. Throws DeviceError.
 Memory map_file(int file, size_t bytes);

@@ -21,13 +21,45 @@ struct Page {
     device uchar* data;
 };
 
+// How keys and values are kept: as numbers, or, in int8, as multiples of a row's scale. The scales of a
+// head's 256 rows follow them, so a row's lies 4 (position % kPage) bytes behind the last row's end.
+template <typename KV>
+struct Kept {
+    enum { kScaled = 0, kNumbersOfScale = 0 };
+};
+template <>
+struct Kept<char> {
+    enum { kScaled = 1, kNumbersOfScale = 4 };
+};
+
 // A head's key at a position. Those of later positions of the page follow it; its value lies p.plane
 // numbers further.
 template <typename KV>
 METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head,
                              uint position) {
     device KV* layer = (device KV*)pages[position / kPage].data + 2 * p.layer * p.plane;
-    return layer + (kv_head * kPage + position % kPage) * p.head_dim;
+    return layer + kv_head * kPage * (p.head_dim + Kept<KV>::kNumbersOfScale) + position % kPage * p.head_dim;
+}
+
+// The scale of a row, key or value, at a position.
+template <typename KV>
+METAL_FUNC device float* scale_of(device KV* row, uint Dh, uint position) {
+    const uint slot = position % kPage;
+    return (device float*)(row + (kPage - slot) * Dh) + slot;
+}
+
+// A lane's numbers of a row as they are kept, as floats, and the row's scale: 1 unless it is scaled.
+template <typename KV, ushort N>
+METAL_FUNC float keep(thread float* x) {
+    if (!Kept<KV>::kScaled) {
+        for (ushort i = 0; i < N; ++i) x[i] = float(KV(x[i]));
+        return 1;
+    }
+    float most = 0;
+    for (ushort i = 0; i < N; ++i) most = max(most, abs(x[i]));
+    const float scale = simd_max(most) / 127.0f;
+    for (ushort i = 0; i < N; ++i) x[i] = scale > 0.0f ? rint(x[i] / scale) : 0.0f;
+    return scale;
 }
 
 // A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N
@@ -114,7 +146,13 @@ template <typename KV, ushort N>
     } else {
         for (ushort i = 0; i < N; ++i) key[i] = value[i] = 0;
     }
-    device KV* out = key_at<KV>(pages, p, kv_head, sequences[0].position + t);
+    const uint position = sequences[0].position + t;
+    device KV* out = key_at<KV>(pages, p, kv_head, position);
+    const float key_scale = keep<KV, N>(key), value_scale = keep<KV, N>(value);
+    if (Kept<KV>::kScaled && lane == 0) {
+        *scale_of(out, Dh, position) = key_scale;
+        *scale_of(out + p.plane, Dh, position) = value_scale;
+    }
     for (ushort i = 0; i < N; ++i) {
         const uint d = lane * N + i;
         if (d >= Dh) break;
@@ -149,6 +187,7 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
                                ushort lane                             [[thread_index_in_simdgroup]]) {
     constexpr ushort kWidth = N * kSimd;
     threadgroup float queries[kHeads * kWidth], own[2 * kWidth];  // own: key and value of the row
+    threadgroup float own_scales[2];
     threadgroup float tops[kSimds * kHeads], totals[kSimds * kHeads], parts[kSimds * kHeads * kWidth];
 
     const uint Dh = p.head_dim, shared = p.heads / p.kv_heads, blocks = (shared + kHeads - 1) / kHeads;
@@ -174,10 +213,19 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         normed<N>(k + in, k_norm, turns + row * (p.rotary_dim / 2), p, lane, key);
         load<false, N>(v + in, Dh, lane, value);
         device KV* out = key_at<KV>(pages, p, kv_head, position);
+        const float key_scale = keep<KV, N>(key), value_scale = keep<KV, N>(value);
+        if (Kept<KV>::kScaled && lane == 0) {
+            own_scales[0] = key_scale;
+            own_scales[1] = value_scale;
+            if (first == 0) {
+                *scale_of(out, Dh, position) = key_scale;
+                *scale_of(out + p.plane, Dh, position) = value_scale;
+            }
+        }
         for (ushort i = 0; i < N; ++i) {
             const uint d = lane * N + i;
-            own[d] = float(KV(key[i]));
-            own[kWidth + d] = float(KV(value[i]));
+            own[d] = key[i];
+            own[kWidth + d] = value[i];
             if (first != 0 || d >= Dh) continue;
             out[d] = KV(key[i]);
             out[p.plane + d] = KV(value[i]);
@@ -204,10 +252,14 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
             } else if (present) {
                 load<kWide, N>(keys + j * Dh, Dh, lane, x);
             }
+            float scale = 1;
+            if (Kept<KV>::kScaled && present)
+                scale = is_own ? own_scales[0] : *scale_of(keys + j * Dh, Dh, run + j);
             for (ushort h = 0; h < kHeads; ++h) {
                 float score = 0;
                 for (ushort i = 0; i < N && present; ++i) score = fma(q[h][i], x[i], score);
                 share[h][j] = present ? simd_sum(score) : -INFINITY;
+                if (Kept<KV>::kScaled) share[h][j] *= scale;
             }
         }
         for (ushort h = 0; h < kHeads; ++h) {
@@ -224,10 +276,15 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         }
         for (ushort j = 0; j < kKeys; ++j) {
             if (run + j >= end) break;
-            if (appends && run + j == position) {
+            const bool is_own = appends && run + j == position;
+            if (is_own) {
                 for (ushort i = 0; i < N; ++i) x[i] = own[kWidth + lane * N + i];
             } else {
                 load<kWide, N>(keys + p.plane + j * Dh, Dh, lane, x);
+            }
+            if (Kept<KV>::kScaled) {
+                const float scale = is_own ? own_scales[1] : *scale_of(keys + p.plane + j * Dh, Dh, run + j);
+                for (ushort h = 0; h < kHeads; ++h) share[h][j] *= scale;
             }
             for (ushort h = 0; h < kHeads; ++h)
                 for (ushort i = 0; i < N; ++i) y[h][i] = fma(share[h][j], x[i], y[h][i]);
@@ -430,6 +487,10 @@ instantiate_attn_mix(f32, float, 1)
 instantiate_attn_mix(f32, float, 2)
 instantiate_attn_mix(f32, float, 4)
 instantiate_attn_mix(f32, float, 8)
+instantiate_attn_mix(int8, char, 1)
+instantiate_attn_mix(int8, char, 2)
+instantiate_attn_mix(int8, char, 4)
+instantiate_attn_mix(int8, char, 8)
 instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
 instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
 

@@ -232,6 +232,7 @@ def in_pieces(one: Mixer, past: int, pieces: list[int], seed: int = 3) -> tuple[
         # One at a time each row appends its own key; together they find it in its page.
         ("attn_mix", "bf16", {}, 250, [1] * 8),
         ("attn_mix", "f32", {}, 250, [1, 3, 1, 2, 1]),
+        ("attn_mix", "int8", {}, 250, [1, 3, 1, 2, 1]),
         ("attn_mix", "bf16", {"fixed_blocks_from": "8"}, 1020, [1, 1, 3, 1]),
         ("attn_mix", "bf16", {"flash_from": "2"}, 37, [2, 31, 64, 3, 29]),
         ("gdn_mix", "f32", {}, 3, [1, 2, 5, 8, 1]),
@@ -311,6 +312,7 @@ def test_tiles_do_not_see_what_was_abandoned():
         ("attn_mix", {"gqa_packing": "0", "coalesced_kv": "0"}),
         ("attn_mix", {"flash_from": "0"}),
         ("attn_mix", {"tensors": True}),
+        ("attn_mix", {"kv": "int8"}),
         ("gdn_mix", {"gdn_scan": "registers"}),
         ("gdn_mix", {"gdn_scan": "packed"}),
         ("gdn_mix", {"gdn_scan": "chunked"}),

@@ -137,8 +137,11 @@ void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
 
 void CpuOps::clear_page(std::byte* page, int position) const {
     const auto Dh = static_cast<size_t>(c_.head_dim), size = bytes_of(kv_);
-    const size_t head = Dh * kPageTokens * size, kept = static_cast<size_t>(position);
-    for (int plane = 0; plane < 2 * c_.attention_layers() * c_.kv_heads; ++plane, page += head) {
+    const size_t rows = Dh * kPageTokens * size, scale = bytes_of_scale(kv_);
+    const auto kept = static_cast<size_t>(position);
+    const int heads = 2 * c_.attention_layers() * c_.kv_heads;
+    for (int plane = 0; plane < heads; ++plane, page += rows + kPageTokens * scale) {
+        std::memset(page + rows + kept * scale, 0, (kPageTokens - kept) * scale);
         if (plane / c_.kv_heads % 2 == 1) {  // values (256, Dh)
             std::memset(page + kept * Dh * size, 0, (kPageTokens - kept) * Dh * size);
             continue;
@@ -245,17 +248,15 @@ void CpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
         return;
     }
     const int64_t Dh = c_.head_dim, length = state.length();
-    const auto number = [&](const std::byte* plane, int64_t i) {
-        return float_at(plane, kv_, static_cast<size_t>(i));
-    };
     for (int64_t h = 0; h < c_.kv_heads; ++h)
         for (int64_t t = 0; t < length; ++t)
             for (int64_t d = 0; d < Dh; ++d) {
-                const int64_t page = t / kPageTokens, slot = t % kPageTokens, head = h * kPageTokens * Dh;
+                const int64_t page = t / kPageTokens, slot = t % kPageTokens;
+                const auto head = state.layout().head * static_cast<size_t>(h);
                 first[(h * length + t) * Dh + d] =
-                    number(state.keys(layer.index, page), head + d * kPageTokens + slot);
+                    kept_at(state.keys(layer.index, page) + head, kv_, Dh, d * kPageTokens + slot, slot);
                 second[(h * length + t) * Dh + d] =
-                    number(state.values(layer.index, page), head + slot * Dh + d);
+                    kept_at(state.values(layer.index, page) + head, kv_, Dh, slot * Dh + d, slot);
             }
 }
 

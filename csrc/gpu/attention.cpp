@@ -106,7 +106,7 @@ Binding GpuOps::tables(std::span<const Segment> segments) const {
 }
 
 const char* GpuOps::kv_name() const {
-    return kv_ == DType::bf16 ? "bf16" : "f32";
+    return kv_ == DType::bf16 ? "bf16" : kv_ == DType::i8 ? "int8" : "f32";
 }
 
 // Consecutive dimensions of a head that a lane takes.

@@ -146,7 +146,7 @@ class Phantom {
 std::vector<RecordedDispatch> record_decode(const Config& config, const Options& options, int64_t position) {
     std::vector<RecordedDispatch> notes;
     const Phantom phantom(config);
-    const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+    const DType kv = kv_type(options.kv);
     GpuOps ops(phantom.weights(), options, 1, kv, std::make_unique<Notebook>(notes));
     State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
     state.prepare(position + 1, ops);

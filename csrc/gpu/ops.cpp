@@ -104,9 +104,13 @@ int GpuOps::grid() const {
 }
 
 void GpuOps::clear_page(std::byte* page, int position) const {
-    const size_t row = static_cast<size_t>(c_.head_dim) * bytes_of(kv_), kept = static_cast<size_t>(position);
-    for (int plane = 0; plane < 2 * c_.attention_layers() * c_.kv_heads; ++plane, page += kPageTokens * row)
+    const size_t row = static_cast<size_t>(c_.head_dim) * bytes_of(kv_), scale = bytes_of_scale(kv_);
+    const auto kept = static_cast<size_t>(position);
+    const int heads = 2 * c_.attention_layers() * c_.kv_heads;
+    for (int head = 0; head < heads; ++head, page += kPageTokens * (row + scale)) {
         std::memset(page + kept * row, 0, (kPageTokens - kept) * row);  // (256, Dh)
+        std::memset(page + kPageTokens * row + kept * scale, 0, (kPageTokens - kept) * scale);
+    }
 }
 
 // What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
@@ -279,10 +283,12 @@ void GpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
     for (int64_t h = 0; h < c_.kv_heads; ++h)
         for (int64_t t = 0; t < length; ++t)
             for (int64_t d = 0; d < Dh; ++d) {
-                const int64_t page = t / kPageTokens;
-                const auto at = static_cast<size_t>((h * kPageTokens + t % kPageTokens) * Dh + d);
-                first[(h * length + t) * Dh + d] = float_at(state.keys(layer.index, page), kv_, at);
-                second[(h * length + t) * Dh + d] = float_at(state.values(layer.index, page), kv_, at);
+                const int64_t page = t / kPageTokens, slot = t % kPageTokens;
+                const auto head = state.layout().head * static_cast<size_t>(h);
+                first[(h * length + t) * Dh + d] =
+                    kept_at(state.keys(layer.index, page) + head, kv_, Dh, slot * Dh + d, slot);
+                second[(h * length + t) * Dh + d] =
+                    kept_at(state.values(layer.index, page) + head, kv_, Dh, slot * Dh + d, slot);
             }
 }
 
