@@ -167,7 +167,7 @@ std::vector<RecordedDispatch> record_decode(const Config& config, const Options&
 size_t scratch_of_prefill(const Config& config, const Options& options, int64_t tokens) {
     std::vector<RecordedDispatch> notes;
     const Phantom phantom(config);
-    const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+    const DType kv = kv_type(options.kv);
     auto notebook = std::make_unique<Notebook>(notes);
     const Notebook& device = *notebook;
     GpuOps ops(phantom.weights(), options, options.prefill_chunk, kv, std::move(notebook));
