@@ -276,6 +276,10 @@ class Session:
 
     def _sample_from(self, logits: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], sampling: Sampling, position: int, history: History | None = None, allowed: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> int: ...
 
+    @property
+    def _step_counts(self) -> tuple[int, int]:
+        """Decode steps run, and the passes that they were run in."""
+
     def end(self) -> None:
         """Let calls under way end their threads at their next chance."""
 
