@@ -33,31 +33,31 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
 }  // namespace
 
 // moe_route: h = norm(x); router logits, the shared expert's gate, and its hidden row after SwiGLU.
-[[kernel]] void moe_route(constant args::MoeRoute& p         [[buffer(0)]],
-                          device const float* x              [[buffer(1)]],   // (T, D)
-                          device const float* norm           [[buffer(2)]],   // (D)
-                          device const uchar* router_weight  [[buffer(3)]],   // (E, D) as stored
-                          device const uchar* router_scales  [[buffer(4)]],
-                          device const uchar* router_biases  [[buffer(5)]],
-                          device const uchar* open_weight    [[buffer(6)]],   // (1, D): the shared expert's gate
-                          device const uchar* open_scales    [[buffer(7)]],
-                          device const uchar* open_biases    [[buffer(8)]],
-                          device const uchar* gate_weight    [[buffer(9)]],   // (Fs, D)
-                          device const uchar* gate_scales    [[buffer(10)]],
-                          device const uchar* gate_biases    [[buffer(11)]],
-                          device const uchar* up_weight      [[buffer(12)]],  // (Fs, D)
-                          device const uchar* up_scales      [[buffer(13)]],
-                          device const uchar* up_biases      [[buffer(14)]],
-                          device float* h_out                [[buffer(15)]],  // (T, D)
-                          device float* router               [[buffer(16)]],  // (T, E)
-                          device float* shared_gate          [[buffer(17)]],  // (T)
-                          device float* shared               [[buffer(18)]],  // (T, Fs)
-                          threadgroup float* h               [[threadgroup(0)]],  // (D)
-                          uint2 group                        [[threadgroup_position_in_grid]],
-                          uint thread_index                  [[thread_index_in_threadgroup]],
-                          ushort simd                        [[simdgroup_index_in_threadgroup]],
-                          ushort simds                       [[simdgroups_per_threadgroup]],
-                          ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void moe_route(constant args::MoeRoute& p        [[buffer(0)]],
+                          device const float* x             [[buffer(1)]],   // (T, D)
+                          device const float* norm          [[buffer(2)]],   // (D)
+                          device const uchar* router_weight [[buffer(3)]],   // (E, D) as stored
+                          device const uchar* router_scales [[buffer(4)]],
+                          device const uchar* router_biases [[buffer(5)]],
+                          device const uchar* open_weight   [[buffer(6)]],   // (1, D): shared expert's gate
+                          device const uchar* open_scales   [[buffer(7)]],
+                          device const uchar* open_biases   [[buffer(8)]],
+                          device const uchar* gate_weight   [[buffer(9)]],   // (Fs, D)
+                          device const uchar* gate_scales   [[buffer(10)]],
+                          device const uchar* gate_biases   [[buffer(11)]],
+                          device const uchar* up_weight     [[buffer(12)]], // (Fs, D)
+                          device const uchar* up_scales     [[buffer(13)]],
+                          device const uchar* up_biases     [[buffer(14)]],
+                          device float* h_out               [[buffer(15)]], // (T, D)
+                          device float* router              [[buffer(16)]], // (T, E)
+                          device float* shared_gate         [[buffer(17)]], // (T)
+                          device float* shared              [[buffer(18)]], // (T, Fs)
+                          threadgroup float* h              [[threadgroup(0)]], // (D)
+                          uint2 group                       [[threadgroup_position_in_grid]],
+                          uint thread_index                 [[thread_index_in_threadgroup]],
+                          ushort simd                       [[simdgroup_index_in_threadgroup]],
+                          ushort simds                      [[simdgroups_per_threadgroup]],
+                          ushort lane                       [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.router.columns, threads = uint(simds) * kSimd;
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, threads, simd, simds, lane);

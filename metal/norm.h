@@ -23,9 +23,9 @@ METAL_FUNC float group_sum(float value, threadgroup float* partial, ushort simd,
 
 // h = x / rms(x) * weight, a row of n values, into threadgroup memory, by a whole threadgroup. Ends with a
 // barrier.
-METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon, threadgroup float* h,
-                         threadgroup float* partial, uint thread_index, uint threads, ushort simd, ushort simds,
-                         ushort lane) {
+METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon,
+                         threadgroup float* h, threadgroup float* partial, uint thread_index, uint threads,
+                         ushort simd, ushort simds, ushort lane) {
     float squares = 0;
     device const float4* x4 = (device const float4*)x;
     for (uint i = thread_index; i < n / 4; i += threads) squares += dot(x4[i], x4[i]);

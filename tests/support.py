@@ -31,11 +31,16 @@ def code_paths() -> list[str]:
     return found
 
 
-def kernels(instrumented: bool = False) -> str:
-    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet."""
+def kernels(instrumented: bool = False, tensors: bool = False) -> str:
+    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet.
+
+    tensors: with Metal 4's tensor operations, as for an M5; otherwise with simdgroup_matrix.
+    """
     from tools.metal import compile as compiler
 
-    return str(compiler.compile(sorted((HERE.parent / "metal").glob("*.metal")), instrumented=instrumented))
+    sources = sorted((HERE.parent / "metal").glob("*.metal"))
+    define = ["LILY_TENSOR"] if tensors else []
+    return str(compiler.compile(sources, instrumented=instrumented, define=define))
 
 
 # The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.

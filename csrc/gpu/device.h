@@ -7,8 +7,10 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "state.h"
+#include "traffic.h"
 
 namespace lily {
 
@@ -17,6 +19,15 @@ struct Binding {
     const void* data = nullptr;
     size_t bytes = 0;
     bool written = false;
+    size_t reads = 0, writes = 0;  // how many of the bytes it reads and writes, where it can say; else all
+
+    static Binding read(const void* data, size_t bytes) { return {data, bytes, false, bytes, 0}; }
+    static Binding write(void* data, size_t bytes) { return {data, bytes, true, 0, bytes}; }
+    static Binding update(void* data, size_t bytes) { return {data, bytes, true, bytes, bytes}; }
+
+    // The same of which only so many bytes are read, or written.
+    Binding reading(size_t some) const { return {data, bytes, written, some, writes}; }
+    Binding writing(size_t some) const { return {data, bytes, written, reads, some}; }
 };
 
 struct Dispatch {
@@ -48,6 +59,8 @@ struct Device {
     virtual void write(void* to, const void* from, size_t bytes) {  // from the host's, which may change at once
         std::memcpy(to, from, bytes);
     }
+    // The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
+    virtual std::vector<RecordedDispatch> recorded() { return {}; }
     virtual void finish() = 0;  // waits; throws DeviceError for what went wrong since the last time
 };
 

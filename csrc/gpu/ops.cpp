@@ -2,18 +2,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 #include "gpu/backend.h"
 #include "gpu/launch.h"
 
 namespace lily {
-
-namespace {
-
-constexpr int kLogitRows = 32;
-
-}  // namespace
 
 GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType kv,
                std::unique_ptr<Device> device)
@@ -23,8 +18,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
-      recorder_(*device_),
-      sample_scratch_(c_.vocab) {
+      recorder_(*device_, options.concurrent) {
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
@@ -36,16 +30,17 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #undef LILY_FIELD
     tokens_ = reinterpret_cast<int32_t*>(scratch(T));
     turns_ = scratch(T * c.rotary_dim);
-    logits_ = scratch(int64_t{kLogitRows} * c.vocab);
     rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
     allocate_experts();
     sequence_list_ =
         reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+    allocate_draw(c.vocab);
     allocate_gdn();
     allocate_attention();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
     upload(weights);
+    allocate_expanded();
 }
 
 float* GpuOps::scratch(int64_t floats) {
@@ -93,9 +88,35 @@ void GpuOps::upload(const Weights& weights) {
     device_->finish();
 }
 
+Memory GpuOps::allocate(size_t bytes) {
+    best_of_ = nullptr;  // its memory may have been given back, and come again
+    return device_->allocate(bytes);
+}
+
 void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
+    best_of_ = nullptr;
     recorder_.finish();
     device_->copy(to, from, bytes);
+}
+
+// The tiled kernels sum over blocks of 64 positions; those that go row by row do not care.
+int GpuOps::grid() const {
+    const int first[] = {options_.matmul_rows, options_.flash_from, options_.gdn_scan_from};
+    int most = 0;
+    for (int from : first)
+        if (from <= rows_) most = std::max(most, from);
+    constexpr int kBlock = 64;
+    return most == 0 ? 1 : (most + kBlock - 1) / kBlock * kBlock;
+}
+
+void GpuOps::clear_page(std::byte* page, int position) const {
+    const size_t row = static_cast<size_t>(c_.head_dim) * bytes_of(kv_), scale = bytes_of_scale(kv_);
+    const auto kept = static_cast<size_t>(position);
+    const int heads = 2 * c_.attention_layers() * c_.kv_heads;
+    for (int head = 0; head < heads; ++head, page += kPageTokens * (row + scale)) {
+        std::memset(page + kept * row, 0, (kPageTokens - kept) * row);  // (256, Dh)
+        std::memset(page + kPageTokens * row + kept * scale, 0, (kPageTokens - kept) * scale);
+    }
 }
 
 // What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
@@ -105,7 +126,15 @@ void GpuOps::begin(const Batch& batch) {
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
     recorder_.finish();
     sorted_layer_ = -1;
-    device_->write(tokens_, batch.tokens.data(), batch.tokens.size_bytes());
+    const bool hands_over = batch.rows == 1 && batch.tokens[0] == kDrawn;
+    if (hands_over && !options_.token_handoff) {
+        const int32_t token = drawn();
+        device_->write(tokens_, &token, sizeof token);
+    } else if (!hands_over) {
+        device_->write(tokens_, batch.tokens.data(), batch.tokens.size_bytes());
+    }
+    taken_ = hands_over && options_.token_handoff ? token_ : tokens_;
+    embedded_ = embedded_ && taken_ == token_;
     const auto turns = static_cast<int64_t>(frequency_.size());
     std::vector<float> turned(static_cast<size_t>(batch.rows) * frequency_.size() * 2);
     std::vector<std::byte*> table;
@@ -144,34 +173,28 @@ int64_t GpuOps::number_of(const Segment& s) const {
 }
 
 void GpuOps::embed(const Linear&, const Batch& batch) {
+    if (std::exchange(embedded_, false)) return;  // sample did it
     const auto T = static_cast<uint32_t>(batch.rows);
     run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
         Buffers()
-            .read(tokens_, T * sizeof(int32_t))
-            .weights(embedding_)
+            .read(taken_, T * sizeof(int32_t))
+            .weights(embedding_, T)
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
     const auto D = static_cast<uint32_t>(c_.hidden);
-    const size_t bytes = static_cast<size_t>(rows) * static_cast<size_t>(c_.vocab) * sizeof(float);
-    run(recorder_,
-        {.kernel = "head",
-         .groups = {groups_for(blocks_of(p.matrix[0])), static_cast<uint32_t>(rows), 1},
-         .threadgroup = {4 * D}},
-        p,
+    const auto T = static_cast<uint32_t>(rows), blocks = groups_for(blocks_of(p.matrix[0]));
+    static_assert(kSimds * kRowsOfSimd == args::kLogitBlock);
+    run(recorder_, {.kernel = "head", .groups = {blocks, T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
             .read(norm_)
             .weights(head_)
-            .write(logits_, bytes));
-    recorder_.finish();
-    device_->copy(logits, logits_, bytes);
-}
-
-int32_t GpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    return sample_token(logits, sampling, draw, sample_scratch_);
+            .write(logits, size_t{T} * p.matrix[0].rows * sizeof(float))
+            .write(best_, size_t{T} * blocks * sizeof(uint32_t)));
+    best_of_ = rows == 1 ? logits : nullptr;
 }
 
 void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
@@ -224,7 +247,7 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
             .read(a_.z.data, bytes_of_rows(a_.z, T))
             .read(here(layer).gdn.norm)
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
@@ -261,7 +284,7 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
@@ -281,9 +304,10 @@ void GpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
         }
         for (int64_t h = 0; h < c_.kv_heads; ++h)
             for (int64_t d = 0; d < Dh; ++d) {
-                const auto at = static_cast<size_t>((h * kPageTokens + t % kPageTokens) * Dh + d);
-                first[(h * length + t) * Dh + d] = float_at(keys.data(), kv_, at);
-                second[(h * length + t) * Dh + d] = float_at(values.data(), kv_, at);
+                const int64_t slot = t % kPageTokens;
+                const auto head = state.layout().head * static_cast<size_t>(h);
+                first[(h * length + t) * Dh + d] = kept_at(keys.data() + head, kv_, Dh, slot * Dh + d, slot);
+                second[(h * length + t) * Dh + d] = kept_at(values.data() + head, kv_, Dh, slot * Dh + d, slot);
             }
     }
 }
