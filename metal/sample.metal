@@ -312,8 +312,8 @@ struct Output {
     if (lane == 0) best[block] = key;
 }
 
-// token = the one drawn, kNotFiniteToken if a logit is not finite, kNoToken if none is left. And, for the next
-// step, row = E[token]. One threadgroup.
+// token = the one drawn, kNotFiniteToken if a logit is not finite, kNoToken if none is left. And
+// row = E[token], for the next step. One threadgroup.
 [[kernel, max_total_threads_per_threadgroup(512)]] void sample(
     constant args::Sample& p    [[buffer(0)]],
     device const float* x       [[buffer(1)]],  // (V), adjusted

@@ -27,7 +27,6 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": PARAMETERS}}
 DIALECTS = ("chat", "messages", "responses")  # those that have messages
 CALL = "<tool_call>\n<function=f>\n<parameter=path>\n/a\n</parameter>\n</function>\n</tool_call>"
-SAID_ALL = f"I wonder.\n</think>\n\nLet me see.\n\n{CALL}"
 
 
 class Quick(Scripted):
@@ -125,6 +124,22 @@ def streamed(url: str, dialect: str, **more: Any) -> list[dict[str, Any]]:
     return events(answer.text)
 
 
+def counted(usage: dict[str, Any] | None) -> dict[str, int]:
+    """Return a usage's figures under the same names, whatever the dialect and whatever a cache had."""
+    if usage is None:
+        return {}
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) + usage.get(
+        "cache_read_input_tokens", 0
+    )
+    completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    assert usage.get("total_tokens", prompt + completion) == prompt + completion
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details["cached_tokens"] if details else usage["cache_read_input_tokens"]
+    assert 0 <= cached <= prompt
+    details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    return {"prompt": prompt, "completion": completion, **details}
+
+
 def fold(dialect: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a stream's events add up to: text, reasoning, calls, finish, usage, logprobs."""
     return {"chat": _fold_chat, "messages": _fold_messages, "responses": _fold_responses}[dialect](found)
@@ -164,7 +179,7 @@ def _fold_chat(found: list[dict[str, Any]]) -> dict[str, Any]:
         "reasoning": reasoning,
         "calls": calls,
         "finish": finish,
-        "usage": usage,
+        "usage": counted(usage),
         "logprobs": logprobs,
     }
 
@@ -182,7 +197,7 @@ def _plain_chat(answer: dict[str, Any]) -> dict[str, Any]:
         "reasoning": message.get("reasoning_content", ""),
         "calls": calls,
         "finish": choice["finish_reason"],
-        "usage": answer["usage"],
+        "usage": counted(answer["usage"]),
         "logprobs": (choice["logprobs"] or {}).get("content", []),
     }
 
@@ -224,7 +239,7 @@ def _messages(blocks: list[dict[str, Any]], end: dict[str, Any], usage: dict[str
             if block["type"] == "tool_use"
         ],
         "finish": (end["stop_reason"], end["stop_sequence"]),
-        "usage": usage,
+        "usage": counted(usage),
         "logprobs": [],
     }
 
@@ -251,6 +266,6 @@ def _plain_responses(answer: dict[str, Any]) -> dict[str, Any]:
         ),
         "calls": [[item["name"], item["arguments"]] for item in output if item["type"] == "function_call"],
         "finish": (answer["status"], answer["incomplete_details"]),
-        "usage": answer["usage"],
+        "usage": counted(answer["usage"]),
         "logprobs": [each for part in texts for each in part["logprobs"]],
     }

@@ -244,6 +244,8 @@ def test_thoughts_end_at_their_budget(model: lily.Model) -> None:
         assert done.usage.reasoning_tokens == budget + 1
     plain = model.generate(QUESTION, max_tokens=5, thinking=False, thinking_budget=0, seed=1)
     assert plain.usage.reasoning_tokens == 0
+    # The caller's own stop tokens stay as they are.
+    assert not model.stream(QUESTION, thinking_budget=0, stop_tokens=())._request.stop_tokens
 
 
 def test_a_class_that_has_a_schema_will_do(model: lily.Model) -> None:

@@ -60,7 +60,7 @@ def test_a_first_request(model: lily.Model, url: str, name: str) -> None:
     assert (got["reasoning"], got["text"].strip()) == ("I look.", "Let me see.")
     assert got["calls"] == ([["tool_0", '{"path": "é/a\\n"}']] if calls else [])
     if agent["body"].get("stream_options"):
-        assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert got["usage"]["prompt"] > 20
     if name == "codex":
         assert found[-1]["type"] == "response.completed"
 

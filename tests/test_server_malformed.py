@@ -13,10 +13,11 @@ import pytest
 import lily
 from agents import AGENTS
 from scripted import make_checkpoint
-from serving import CLIENT, PATHS, SAID_ALL, Quick, body_of, thinking_of, tools_of
+from serving import CLIENT, PATHS, Quick, body_of, thinking_of, tools_of
 
 pytestmark = pytest.mark.unsanitized
 
+SAID = "I.</think>Yes.<tool_call>\n<function=f>\n</function>\n</tool_call>"
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308),
     *("", "x", "none", "auto", "required", "\ud83e", "\x00", "<|im_end|>", "\ufdd0\ufdd1", "a" * 5000),
@@ -78,7 +79,11 @@ def damage(choose: random.Random, data: bytes) -> bytes:
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
     """Return sound requests of every kind, to be spoilt."""
-    found = [(agent["path"], agent["body"]) for agent in AGENTS.values()]
+    found = []
+    for agent in AGENTS.values():
+        body = copy.deepcopy(agent["body"])
+        body |= {"tools": [*body["tools"][:2], *body["tools"][-2:]]} if "tools" in body else {}
+        found.append((agent["path"], body))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns = [
@@ -146,7 +151,7 @@ class Obedient(Quick):
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        tokens = [*model.tokenizer.encode(SAID_ALL, markers=True), min(model.info.stop_tokens)]
+        tokens = [*model.tokenizer.encode(SAID, markers=True), min(model.info.stop_tokens)]
         session = model._engine._session
         model._engine._session = Obedient(session, tokens, None)
         with model.serve(background=True, port=0, max_tokens=64) as server:

@@ -59,7 +59,7 @@ def options_page(page: str) -> str:
 
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
-    for bench in ("agree", "load", "serve", "speed"):
+    for bench in ("agree", "crowd", "load", "serve", "speed"):
         newest: dict[tuple[str, ...], str] = {}
         for file in sorted(records.glob("*.jsonl")):
             for line in file.read_text(encoding="utf-8").splitlines():

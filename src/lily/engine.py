@@ -360,7 +360,7 @@ class Engine:
             raise ValueError(f"logit_bias: wanted token ids from 0 to {self.vocab - 1}, got {outside[0]}")
         thinking = thinks([*held, *tokens.tolist()], self.tokenizer)
         guide = guide_of(self, settings, choice, thinking)
-        if guide:
+        if guide and guide.constrained:
             stop |= self.tokenizer.stop  # a grammar ends with one of them
         return Request(
             tokens,

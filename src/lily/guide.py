@@ -57,7 +57,10 @@ class ToolChoice:
 
 
 class Guide:
-    """The masks of one answer's tokens, drawn one by one."""
+    """The masks of one answer's tokens, drawn one by one.
+
+    constrained: bool, whether a grammar says where the answer ends.
+    """
 
     def __init__(
         self,
@@ -77,14 +80,14 @@ class Guide:
         self._open = engine.tokenizer.token_id(OPEN)
         self._end_think = engine.tokenizer.token_id(END_THINK)
         self._budget = None if self._end_think is None else thinking_budget
-        self._constrained = text is not None
+        self.constrained = text is not None
         self._matcher = text
         self._unended: Mask | None = None
 
     @property
     def finished(self) -> bool:
         """Whether nothing can follow in the text."""
-        return self._constrained and self._matcher is not None and bool(self._matcher.is_stopped())
+        return self.constrained and self._matcher is not None and bool(self._matcher.is_stopped())
 
     def allowed(self, thinking: bool, thought: int) -> Mask | None:
         """Return which tokens may come next, None for all.
@@ -94,7 +97,7 @@ class Guide:
         if thinking:
             if self._budget is not None and thought >= self._budget:
                 return _mask(self._engine.vocab, [self._end_think or 0])
-            if self._constrained and self._unended is None:
+            if self.constrained and self._unended is None:
                 # An answer must follow, so thoughts can't end it.
                 self._unended = ~_mask(self._engine.vocab, sorted(self._engine.tokenizer.stop))
             return self._unended
@@ -113,7 +116,7 @@ class Guide:
             return
         if not self._matcher.consume_token(token):
             raise LilyError(f"the grammar does not go on with token {token}: {self._matcher.get_error()}")
-        if not self._constrained and self._matcher.is_stopped():
+        if not self.constrained and self._matcher.is_stopped():
             self._matcher = None  # the call is over
 
 

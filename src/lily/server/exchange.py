@@ -55,7 +55,8 @@ class Exchange:
         if length.isdecimal() and int(length) > limit:
             raise _too_long(limit)
         try:
-            return await asyncio.wait_for(self._read(limit), self.config.body_seconds)
+            async with asyncio.timeout(self.config.body_seconds):
+                return await self._read(limit)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.config.body_seconds} s") from None
 
@@ -127,7 +128,9 @@ class Exchange:
     async def _write(self, data: bytes, more: bool) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": more}
         try:
-            await asyncio.wait_for(self._send(message), self.config.write_seconds)
+            # Not wait_for: on Python 3.11 it loses a cancellation that comes just as the write is done.
+            async with asyncio.timeout(self.config.write_seconds):
+                await self._send(message)
         except (TimeoutError, OSError):
             raise ClientGoneError from None
 
