@@ -27,6 +27,14 @@ struct Left {
                 part[k][i] = __builtin_bit_cast(uint, pair);
             }
     }
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(threadgroup bfloat* p, ushort stride) {
+        const uint lane = msl_warp_lane();
+        threadgroup const bfloat* at = p + lane % 16 * stride + lane / 16 * 8;
+#pragma unroll
+        for (ushort k = 0; k < 2; ++k) load_matrices(part[k], at + k * 16);
+    }
 };
 
 struct Right {
@@ -39,6 +47,41 @@ struct Right {
 #pragma unroll
         for (ushort k = 0; k < 2; ++k) load_matrices(part[k], at + k * 16);
     }
+    METAL_FUNC void load_transposed(device bfloat* p, uint stride) {
+        const uint lane = msl_warp_lane();
+#pragma unroll
+        for (ushort k = 0; k < 2; ++k)
+#pragma unroll
+            for (ushort i = 0; i < 4; ++i)
+                part[k][i] = *(device const uint*)(p + (lane / 4 + i / 2 * 8) * stride + k * 16 + i % 2 * 8 +
+                                                   lane % 4 * 2);
+    }
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(device bfloat* p, uint stride) {
+        const uint lane = msl_warp_lane();
+#pragma unroll
+        for (ushort k = 0; k < 2; ++k)
+#pragma unroll
+            for (ushort i = 0; i < 4; ++i) {
+                device const bfloat* at =
+                    p + (k * 16 + i % 2 * 8 + lane % 4 * 2) * stride + i / 2 * 8 + lane / 4;
+                const bfloat2 pair = {at[0], at[stride]};
+                part[k][i] = __builtin_bit_cast(uint, pair);
+            }
+    }
+};
+
+using PlainRight = Right;
+
+constant constexpr ushort kScale = kTile;  // floats that scale 16 rows
+
+struct RowScale {
+    threadgroup const float* factors;
+
+    // Of the kScale floats, which were 0, those that scale a row.
+    METAL_FUNC static void put(threadgroup float* scales, ushort row, float factor) { scales[row] = factor; }
+    METAL_FUNC void load(threadgroup const float* scales) { factors = scales; }
 };
 
 struct Sum {
@@ -65,6 +108,24 @@ struct Sum {
                       "r"(b.part[k][2 * j]), "r"(b.part[k][2 * j + 1]));
     }
 
+    // every row times its number
+    METAL_FUNC void scale(thread RowScale& rows) {
+        const ushort lane = msl_warp_lane();
+#pragma unroll
+        for (ushort j = 0; j < 2; ++j)
+#pragma unroll
+            for (ushort i = 0; i < 4; ++i) part[j][i] *= rows.factors[row(lane, i)];
+    }
+
+    // p[row * stride + column] = element (row, column)
+    METAL_FUNC void store(threadgroup float* p, ushort stride) {
+        const ushort lane = msl_warp_lane();
+#pragma unroll
+        for (ushort j = 0; j < 2; ++j)
+#pragma unroll
+            for (ushort i = 0; i < 4; ++i) p[row(lane, i) * stride + column(lane, i, j)] = part[j][i];
+    }
+
     METAL_FUNC static ushort row(ushort lane, ushort i) { return lane / 4 + i / 2 * 8; }
     METAL_FUNC static ushort column(ushort lane, ushort i, ushort j) { return j * 8 + lane % 4 * 2 + i % 2; }
 
@@ -87,3 +148,5 @@ struct Sum {
                 visit(row(lane, i), column(lane, i, j), part[j][i], other.part[j][i]);
     }
 };
+
+using PlainSum = Sum;
