@@ -16,7 +16,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
 SANITIZED := build/sanitized
 SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON
 
-.PHONY: help demo test test-long sanitize sanitize-threads toolchain kernels lint format stubs docs clean FORCE
+.PHONY: help demo test test-long sanitize sanitize-threads toolchain kernels ptx lint format stubs docs clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -55,6 +55,9 @@ lint: $(VENV)/extra-dev  ## ruff and mypy
 format: $(VENV)/extra-dev  ## ruff's and clang-format's layout, in place
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(shell find csrc tests tools -name '*.h' -o -name '*.cpp')
+
+ptx: $(VENV)/extra-test  ## compile the GPU kernels for NVIDIA GPUs into build/kernels.ptx (needs the toolchain)
+	$(PY) -m tools.metal.cuda metal/*.metal -o build/kernels.ptx
 
 stubs: $(VENV)/extra-test  ## regenerate what is committed but made from the core: _core.pyi and docs/options.md
 	$(PY) tools/generate.py

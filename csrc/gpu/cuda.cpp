@@ -1,6 +1,6 @@
 // CUDA: a Device over the driver's interface, which is loaded when it is asked for, so that neither building nor
-// importing needs CUDA. The kernels are PTX that tools/metal/cuda.py made of metal/*.metal; the driver compiles them
-// for the GPU at hand and keeps the result.
+// importing needs CUDA. The kernels are PTX that tools/metal/cuda.py made of metal/*.metal, which the driver compiles
+// for the GPU at hand.
 //
 // One stream takes every dispatch in order, so a barrier is what the stream does anyhow.
 #include <dlfcn.h>
@@ -26,7 +26,7 @@ using Result = int;
 using DeviceNumber = int;
 using Address = unsigned long long;
 using Handle = void*;
-enum : int { kSuccess = 0, kOutOfMemory = 2, kNoDevice = 100 };
+enum : int { kSuccess = 0, kOutOfMemory = 2 };
 enum : int { kMajor = 75, kMinor = 76 };  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 enum : int { kErrorLog = 5, kErrorLogBytes = 6 };  // CU_JIT_*
 
@@ -236,11 +236,6 @@ class Cuda final : public Device {
 
 std::unique_ptr<Device> make_cuda(const std::string& file) {
     return std::make_unique<Cuda>(file);
-}
-
-bool has_cuda() {
-    int number = 0;
-    return driver().fault.empty() && driver().cuDeviceGet(&number, 0) == kSuccess;
 }
 
 }  // namespace lily

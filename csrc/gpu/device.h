@@ -69,6 +69,5 @@ std::unique_ptr<Device> make_simulator(const std::string& folder);
 
 // The first NVIDIA GPU, with kernels that tools/metal compiled to PTX, `file`. Throws DeviceError without one.
 std::unique_ptr<Device> make_cuda(const std::string& file);
-bool has_cuda();  // whether there is one
 
 }  // namespace lily
