@@ -120,7 +120,8 @@ struct Ops {
 
     // Zero-filled memory for states, and copies of it.
     virtual Memory allocate(size_t bytes) = 0;
-    virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;  // either side may be the host's
+    virtual void copy(std::byte* to, const std::byte* from,
+                      size_t bytes) = 0;              // either side may be the host's
     virtual bool host_reads() const { return true; }  // whether that memory is the host's too
     virtual bool maps_files() const = 0;  // whether states may lie in a mapped file; if not, they are copied
     // Makes zeros of a page's positions from `position` on. The page is no state's.

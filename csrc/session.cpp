@@ -299,8 +299,8 @@ void Session::run(std::vector<Step*> steps) {
         State& state = *step.state;
         state.set_logits(true);
         step.history->add(step.token);
-        step.drawn = draw(logits_of(state), *step.sampling,
-                          {state.length(), step.history->counts(), step.allowed});
+        step.drawn =
+            draw(logits_of(state), *step.sampling, {state.length(), step.history->counts(), step.allowed});
     });
 }
 

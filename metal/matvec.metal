@@ -25,11 +25,12 @@ METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup co
 
 METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
 
-// Writes outputs of the block-th four rows of several matrices on end, row t of each. It finds the matrix first and
-// then has one loop for all: a kernel's code has to be fetched too.
+// Writes outputs of the block-th four rows of several matrices on end, row t of each. It finds the matrix
+// first and then has one loop for all: a kernel's code has to be fetched too.
 template <ushort kCount>
-METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* shapes, device float* const thread* out,
-                             uint t, uint block, threadgroup const float* h, ushort lane) {
+METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* shapes,
+                             device float* const thread* out, uint t, uint block, threadgroup const float* h,
+                             ushort lane) {
     Weights weights = w[0];
     args::Matrix m = shapes[0];
     device float* to = out[0];

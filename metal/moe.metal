@@ -11,8 +11,9 @@ constant constexpr ushort kMaxSimds = 32;
 
 // out[row + r] = silu(Gate[row + r] . h) (Up[row + r] . h) for up to four rows; `first` offsets the rows in
 // the matrices.
-METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, args::Matrix up_shape, uint first, uint row,
-                             uint rows, threadgroup const float* h, ushort lane, device float* out) {
+METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, args::Matrix up_shape,
+                             uint first, uint row, uint rows, threadgroup const float* h, ushort lane,
+                             device float* out) {
     float sums[2][kRowsOfSimd] = {};
     // One loop, not two calls: a kernel's code has to be fetched too.
 #pragma unroll 1
@@ -132,9 +133,9 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                  hidden + (t * K + k) * F);
 }
 
-// moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared. A threadgroup takes
-// four outputs, and its SIMD-groups an expert each, the shared one as the last: so their loads are under way side by
-// side. Their shares are added up in that order.
+// moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared. A
+// threadgroup takes four outputs, and its SIMD-groups an expert each, the shared one as the last, so that
+// their loads are under way side by side. Their shares are added up in that order.
 [[kernel]] void moe_down(constant args::MoeDown& p          [[buffer(0)]],
                          device const int* expert           [[buffer(1)]],  // (T, K)
                          device const float* weight         [[buffer(2)]],  // (T, K)
@@ -155,8 +156,8 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                          ushort simds                       [[simdgroups_per_threadgroup]],
                          ushort lane                        [[thread_index_in_simdgroup]]) {
     threadgroup float sums[kMaxSimds][kRowsOfSimd];
-    const uint t = group.y, D = p.down.rows, F = p.down.columns, Fs = p.shared_down.columns, K = p.experts_per_token;
-    const uint row = group.x * kRowsOfSimd, rows = min(uint(kRowsOfSimd), D - row);
+    const uint D = p.down.rows, F = p.down.columns, Fs = p.shared_down.columns, K = p.experts_per_token;
+    const uint t = group.y, row = group.x * kRowsOfSimd, rows = min(uint(kRowsOfSimd), D - row);
     const Weights down = {down_weight, down_scales, down_biases};
     const Weights shared_down = {shared_weight, shared_scales, shared_biases};
     float total[kRowsOfSimd];

@@ -38,18 +38,20 @@ METAL_FUNC float element(Weights w, args::Matrix m, uint row, uint column) {
     return number(w.scales, m.type, group) * float(q) + number(w.biases, m.type, group);
 }
 
-// A field of a word as a float. It becomes the lowest bits of 2^23's fraction, which takes an instruction less
-// than converting an integer, at full rate on every GPU; exact, since fields end below bit 23.
-METAL_FUNC float field(uint word, uint mask) { return as_type<float>(0x4b000000u | (word & mask)) - 8388608.0f; }
+// A field of a word as a float. It becomes the lowest bits of 2^23's fraction, which takes an instruction
+// less than converting an integer, at full rate on every GPU; exact, since fields end below bit 23.
+METAL_FUNC float field(uint word, uint mask) {
+    return as_type<float>(0x4b000000u | (word & mask)) - 8388608.0f;
+}
 
-// Adds a lane's share of kRowsOfSimd rows times x (columns) to total. The loads of kAhead words of each row are
-// under way at once, since memory answers late; what lies past the last row or word
-// repeats it, and counts for nothing. A lane takes every 32nd word of 32 bits, so that a SIMD-group reads 128
-// consecutive bytes of a row; sum(q x) and sum(x) of a word come first, then its group's scale and bias. Fields
-// stay where they are in their half of the word, times a power of two, which x is divided by beforehand.
+// Adds a lane's share of kRowsOfSimd rows times x (columns) to total. The loads of kAhead words of each row
+// are under way at once, since memory answers late; what lies past the last row or word repeats it and counts
+// for nothing. A lane takes every 32nd word of 32 bits, so that a SIMD-group reads 128 consecutive bytes of a
+// row; sum(q x) and sum(x) of a word come first, then its group's scale and bias. Fields stay where they are
+// in their half of the word, times a power of two, which x is divided by beforehand.
 template <ushort kBits, class T, ushort kAhead>
-METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, threadgroup const float* x, ushort lane,
-                                float factor, thread float* total) {
+METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, threadgroup const float* x,
+                                ushort lane, float factor, thread float* total) {
     constexpr ushort kSlots = 32 / kBits, kOfHalf = kSlots / 2;
     constexpr uint kMask = (1u << kBits) - 1u;
     const uint words = columns / kSlots, groups = columns / kGroup;
@@ -96,7 +98,8 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
                 float dot = 0;
 #pragma unroll
                 for (ushort j = 0; j < kSlots; ++j)
-                    dot = fma(field(word[a][r] >> (j / kOfHalf * 16), kMask << (kBits * (j % kOfHalf))), v[j], dot);
+                    dot = fma(field(word[a][r] >> (j / kOfHalf * 16), kMask << (kBits * (j % kOfHalf))), v[j],
+                              dot);
                 total[r] += float(scale[a][r]) * dot + float(bias[a][r]) * sum;
             }
         }
@@ -104,8 +107,8 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
 }
 
 template <ushort kBits, ushort kAhead>
-METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                                float factor, thread float* total) {
+METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                                ushort lane, float factor, thread float* total) {
     if (m.type == args::kBf16)
         return quantised_share<kBits, bfloat, kAhead>(w, m.columns, row, rows, x, lane, factor, total);
     if (m.type == args::kF16)
@@ -114,9 +117,10 @@ METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, 
 }
 
 // total[r] += factor * (W[row + r] . x), this lane's share, for the `rows` first of kRowsOfSimd rows.
-METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                           float factor, thread float* total) {
-    if (m.bits == 4 && m.columns <= 512) return quantised_share<4, 2>(w, m, row, rows, x, lane, factor, total);
+METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                           ushort lane, float factor, thread float* total) {
+    if (m.bits == 4 && m.columns <= 512)
+        return quantised_share<4, 2>(w, m, row, rows, x, lane, factor, total);
     if (m.bits == 4) return quantised_share<4, 4>(w, m, row, rows, x, lane, factor, total);
     if (m.bits == 8) return quantised_share<8, 4>(w, m, row, rows, x, lane, factor, total);
     for (uint k = lane; k < m.columns; k += kSimd)
@@ -125,8 +129,8 @@ METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threa
 }
 
 // y[r] = W[row + r] . x for the `rows` first of kRowsOfSimd rows; every lane gets every sum.
-METAL_FUNC void row_dots(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x, ushort lane,
-                         thread float* y) {
+METAL_FUNC void row_dots(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+                         ushort lane, thread float* y) {
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = 0;
     row_shares(w, m, row, rows, x, lane, 1.0f, y);

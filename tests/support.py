@@ -50,7 +50,8 @@ ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 def backends() -> list[str]:
     """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator.
 
-    Where LILY_PTX names the kernels compiled for NVIDIA GPUs (`make ptx`), also those, on the GPU that must be there.
+    Where LILY_PTX names the kernels compiled for NVIDIA GPUs (`make ptx`), also those, on the GPU that must
+    then be there.
     """
     gpus = [] if rungs.why_left_out("metal") else ["sim"]
     gpus += ["cuda"] if "LILY_PTX" in os.environ else []

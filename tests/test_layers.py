@@ -57,6 +57,7 @@ MAY_INCLUDE = {
     "gpu/moe.cpp": f"{MODEL} gpu/backend.h gpu/launch.h",
     "gpu/dry.*": f"{MODEL} options.h forward.h gpu/backend.h gpu/dry.h",
     "gpu/sim.cpp": f"{LEAVES} gpu/device.h tools/metal/runtime.h",
+    "gpu/cuda.cpp": f"{LEAVES} gpu/device.h",
 }
 # What stands in one place only: the pattern, where it may stand, why.
 CONFINED = [

@@ -1,6 +1,6 @@
 """Write what is committed but made: src/lily/_core.pyi, and tables in docs/.
 
-Stub, options and stages come from the built core, records from bench/records, the server's fields from the server.
+Stub, options and stages come from the built core, records from bench/records, fields from the server.
 
 python tools/generate.py             writes them
 python tools/generate.py --check     writes nothing; exit status 1 and the difference if one is out of date
@@ -106,6 +106,8 @@ def kernels_page(page: str, records: Path) -> str:
     page = with_table(page, "stages", *stages_of_the_35b())
     head = "| kernel, or step of the 35B | context | MB in lines | MB asked for | MB in sectors | records |"
     return with_table(page, "traffic", head, rows)
+
+
 def server_page(page: str) -> str:
     """Give the server's page with the fields that each endpoint reads, refuses and passes over."""
     import msgspec

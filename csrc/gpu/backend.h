@@ -148,8 +148,8 @@ class GpuOps final : public Ops {
     std::vector<Memory> owned_;
     size_t scratch_bytes_ = 0;
     Activations a_;
-    int32_t* tokens_ = nullptr;            // (T)
-    float* turns_ = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
+    int32_t* tokens_ = nullptr;  // (T)
+    float* turns_ = nullptr;     // (T, R / 2, 2): cosine and sine of each row's position
     std::array<args::Sequence, kSequences> sequences_ = {};
     args::Sequence* sequence_list_ = nullptr;  // (kSequences): the same where the device has them
 
@@ -185,8 +185,8 @@ class GpuOps final : public Ops {
     float* adjusted_ = nullptr;    // (V)
     args::Edit* edits_ = nullptr;  // (V)
     std::vector<args::Edit> listed_;  // the same, as the host writes them
-    uint32_t* allowed_ = nullptr;  // (V / 32)
-    int32_t* token_ = nullptr;     // (1): the one drawn
+    uint32_t* allowed_ = nullptr;     // (V / 32)
+    int32_t* token_ = nullptr;        // (1): the one drawn
     std::atomic<const float*> best_of_ =
         nullptr;                       // the logits whose best are in best_, if they are the head's last row
     std::span<const float> drawn_of_;  // what token_ was drawn from

@@ -1,6 +1,6 @@
-// CUDA: a Device over the driver's interface, which is loaded when it is asked for, so that neither building nor
-// importing needs CUDA. The kernels are PTX that tools/metal/cuda.py made of metal/*.metal, which the driver compiles
-// for the GPU at hand.
+// CUDA: a Device over the driver's interface, which is loaded when it is asked for, so that neither building
+// nor importing needs CUDA. The kernels are PTX that tools/metal/cuda.py made of metal/*.metal, which the
+// driver compiles for the GPU at hand.
 //
 // One stream takes every dispatch in order, so a barrier is what the stream does anyhow.
 #include <dlfcn.h>
@@ -27,35 +27,35 @@ using DeviceNumber = int;
 using Address = unsigned long long;
 using Handle = void*;
 enum : int { kSuccess = 0, kOutOfMemory = 2 };
-enum : int { kMajor = 75, kMinor = 76 };  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+enum : int { kMajor = 75, kMinor = 76 };           // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 enum : int { kErrorLog = 5, kErrorLogBytes = 6 };  // CU_JIT_*
 
 constexpr size_t kArguments = 256;  // bytes of msl_arguments, tools/metal/language/cuda.h
 
 struct Driver {
-#define LILY_DRIVER(X)                                                                                            \
-    X(cuInit, (unsigned))                                                                                         \
-    X(cuDeviceGet, (DeviceNumber*, int))                                                                          \
-    X(cuDeviceGetName, (char*, int, DeviceNumber))                                                                \
-    X(cuDeviceGetAttribute, (int*, int, DeviceNumber))                                                            \
-    X(cuDevicePrimaryCtxRetain, (Handle*, DeviceNumber))                                                          \
-    X(cuDevicePrimaryCtxRelease_v2, (DeviceNumber))                                                               \
-    X(cuCtxSetCurrent, (Handle))                                                                                  \
-    X(cuMemGetInfo_v2, (size_t*, size_t*))                                                                        \
-    X(cuMemAlloc_v2, (Address*, size_t))                                                                          \
-    X(cuMemFree_v2, (Address))                                                                                    \
-    X(cuMemsetD8Async, (Address, unsigned char, size_t, Handle))                                                  \
-    X(cuMemcpyAsync, (Address, Address, size_t, Handle))                                                          \
-    X(cuMemcpyHtoDAsync_v2, (Address, const void*, size_t, Handle))                                               \
-    X(cuStreamCreate, (Handle*, unsigned))                                                                        \
-    X(cuStreamDestroy_v2, (Handle))                                                                               \
-    X(cuStreamSynchronize, (Handle))                                                                              \
-    X(cuModuleLoadDataEx, (Handle*, const void*, unsigned, int*, void**))                                         \
-    X(cuModuleUnload, (Handle))                                                                                   \
-    X(cuModuleGetFunction, (Handle*, Handle, const char*))                                                        \
-    X(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle,      \
-                       void**, void**))                                                                           \
-    X(cuGetErrorName, (Result, const char**))                                                                     \
+#define LILY_DRIVER(X)                                                                                       \
+    X(cuInit, (unsigned))                                                                                    \
+    X(cuDeviceGet, (DeviceNumber*, int))                                                                     \
+    X(cuDeviceGetName, (char*, int, DeviceNumber))                                                           \
+    X(cuDeviceGetAttribute, (int*, int, DeviceNumber))                                                       \
+    X(cuDevicePrimaryCtxRetain, (Handle*, DeviceNumber))                                                     \
+    X(cuDevicePrimaryCtxRelease_v2, (DeviceNumber))                                                          \
+    X(cuCtxSetCurrent, (Handle))                                                                             \
+    X(cuMemGetInfo_v2, (size_t*, size_t*))                                                                   \
+    X(cuMemAlloc_v2, (Address*, size_t))                                                                     \
+    X(cuMemFree_v2, (Address))                                                                               \
+    X(cuMemsetD8Async, (Address, unsigned char, size_t, Handle))                                             \
+    X(cuMemcpyAsync, (Address, Address, size_t, Handle))                                                     \
+    X(cuMemcpyHtoDAsync_v2, (Address, const void*, size_t, Handle))                                          \
+    X(cuStreamCreate, (Handle*, unsigned))                                                                   \
+    X(cuStreamDestroy_v2, (Handle))                                                                          \
+    X(cuStreamSynchronize, (Handle))                                                                         \
+    X(cuModuleLoadDataEx, (Handle*, const void*, unsigned, int*, void**))                                    \
+    X(cuModuleUnload, (Handle))                                                                              \
+    X(cuModuleGetFunction, (Handle*, Handle, const char*))                                                   \
+    X(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, \
+                       void**, void**))                                                                      \
+    X(cuGetErrorName, (Result, const char**))                                                                \
     X(cuGetErrorString, (Result, const char**))
 #define LILY_FUNCTION(name, parameters) Result(*name) parameters = nullptr;
     LILY_DRIVER(LILY_FUNCTION)
@@ -68,8 +68,8 @@ struct Driver {
             fault = "there is no libcuda.so.1; install NVIDIA's driver";
             return;
         }
-#define LILY_FUNCTION(name, parameters)                                             \
-    name = reinterpret_cast<decltype(name)>(dlsym(library, #name));                 \
+#define LILY_FUNCTION(name, parameters)                             \
+    name = reinterpret_cast<decltype(name)>(dlsym(library, #name)); \
     if (!name) fault = "libcuda.so.1 has no " #name "; install a driver of CUDA 12";
         LILY_DRIVER(LILY_FUNCTION)
 #undef LILY_FUNCTION
@@ -131,10 +131,11 @@ class Cuda final : public Device {
    public:
     explicit Cuda(const std::string& file) : context_(std::make_shared<Context>()) {
         const int major = context_->attribute(kMajor);
-        LILY_CHECK(DeviceError, major >= 8,
-                   "option device: cuda wants compute capability 8.0 or later (Ampere), this GPU has %d.%d. Use "
-                   "device=\"cpu\".",
-                   major, context_->attribute(kMinor));
+        LILY_CHECK(
+            DeviceError, major >= 8,
+            "option device: cuda wants compute capability 8.0 or later (Ampere), this GPU has %d.%d. Use "
+            "device=\"cpu\".",
+            major, context_->attribute(kMinor));
         char name[128] = "";
         check(d_.cuDeviceGetName(name, sizeof name, context_->number), "its name");
         name_ = std::string("cuda (") + name + ")";
@@ -174,8 +175,9 @@ class Cuda final : public Device {
     void dispatch(const Dispatch& d) override {
         context_->enter();
         std::array<std::byte, kArguments> arguments;
-        LILY_CHECK(DeviceError, d.args.size() <= arguments.size(), "%s: has %zu bytes of arguments, at most %zu",
-                   d.kernel.c_str(), d.args.size(), arguments.size());
+        LILY_CHECK(DeviceError, d.args.size() <= arguments.size(),
+                   "%s: has %zu bytes of arguments, at most %zu", d.kernel.c_str(), d.args.size(),
+                   arguments.size());
         std::copy(d.args.begin(), d.args.end(), arguments.begin());
         std::array<Address, 32> addresses;
         std::array<unsigned, 8> places;
@@ -194,8 +196,8 @@ class Cuda final : public Device {
         }
         addresses[at] = reinterpret_cast<Address>(d.indirect);
         parameters[count++] = &addresses[at];
-        check(d_.cuLaunchKernel(function(d.kernel), d.groups[0], d.groups[1], d.groups[2], d.threads, 1, 1, shared,
-                                stream_, parameters.data(), nullptr),
+        check(d_.cuLaunchKernel(function(d.kernel), d.groups[0], d.groups[1], d.groups[2], d.threads, 1, 1,
+                                shared, stream_, parameters.data(), nullptr),
               d.kernel);
     }
 
@@ -203,13 +205,15 @@ class Cuda final : public Device {
 
     void copy(void* to, const void* from, size_t bytes) override {
         context_->enter();
-        check(d_.cuMemcpyAsync(reinterpret_cast<Address>(to), reinterpret_cast<Address>(from), bytes, stream_),
-              "a copy");
+        check(
+            d_.cuMemcpyAsync(reinterpret_cast<Address>(to), reinterpret_cast<Address>(from), bytes, stream_),
+            "a copy");
         finish();
     }
     void write(void* to, const void* from, size_t bytes) override {
         context_->enter();
-        check(d_.cuMemcpyHtoDAsync_v2(reinterpret_cast<Address>(to), from, bytes, stream_), "a copy to the GPU");
+        check(d_.cuMemcpyHtoDAsync_v2(reinterpret_cast<Address>(to), from, bytes, stream_),
+              "a copy to the GPU");
     }
     void finish() override {
         context_->enter();

@@ -49,14 +49,15 @@ struct Device {
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote
     virtual void drop_barrier(int64_t) {
     }  // for tests of the simulator: the n-th barrier from here does nothing
-    // Where the GPU has memory of its own, the host reaches it through these alone. Both come after all that was
-    // asked for before.
-    virtual bool reads_host_memory() const { return true; }  // whether kernels may be handed the host's
+    // Where the GPU has memory of its own, the host reaches it through these alone. Both come after all that
+    // was asked for before.
+    virtual bool reads_host_memory() const { return true; }        // whether kernels may be handed the host's
     virtual void copy(void* to, const void* from, size_t bytes) {  // either side may be either's; waits
         finish();
         std::memcpy(to, from, bytes);
     }
-    virtual void write(void* to, const void* from, size_t bytes) {  // from the host's, which may change at once
+    virtual void write(void* to, const void* from,
+                       size_t bytes) {  // from the host's, which may change at once
         std::memcpy(to, from, bytes);
     }
     // The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
@@ -67,7 +68,8 @@ struct Device {
 // Runs kernels that tools/metal compiled for the CPU. `folder` holds them.
 std::unique_ptr<Device> make_simulator(const std::string& folder);
 
-// The first NVIDIA GPU, with kernels that tools/metal compiled to PTX, `file`. Throws DeviceError without one.
+// The first NVIDIA GPU, with kernels that tools/metal compiled to PTX, `file`. Throws DeviceError without
+// one.
 std::unique_ptr<Device> make_cuda(const std::string& file);
 
 }  // namespace lily

@@ -75,8 +75,7 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
                           static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
     const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
-    run(recorder_,
-        {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {4 * inputs}},
+    run(recorder_, {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {4 * inputs}},
         p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))

@@ -49,8 +49,8 @@ float* GpuOps::scratch(int64_t floats) {
     return reinterpret_cast<float*>(owned_.back().get());
 }
 
-// Kernels load words, and files place them at any byte: what is not aligned is copied, and so is everything for a
-// GPU with memory of its own.
+// Kernels load words, and files place them at any byte: what is not aligned is copied, and so is everything
+// for a GPU with memory of its own.
 Tensor GpuOps::upload(const Tensor& tensor) {
     const bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes_of(tensor.dtype) == 0;
     if (!tensor || (aligned && device_->reads_host_memory())) return tensor;
@@ -81,8 +81,8 @@ void GpuOps::upload(const Weights& weights) {
              {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out, &a.q, &a.k, &a.v, &a.out, &m.router, &m.gate,
               &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down, &m.shared_expert_gate})
             place(*w);
-        for (Tensor* t : {&layer.input_norm, &layer.post_norm, &g.conv, &g.a_log, &g.dt_bias, &g.norm, &a.q_norm,
-                          &a.k_norm})
+        for (Tensor* t : {&layer.input_norm, &layer.post_norm, &g.conv, &g.a_log, &g.dt_bias, &g.norm,
+                          &a.q_norm, &a.k_norm})
             *t = upload(*t);
     }
     device_->finish();
@@ -253,7 +253,8 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     const AttentionWeights& w = here(layer).attn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    if (tiled(batch)) return project(here(layer).input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
+    if (tiled(batch))
+        return project(here(layer).input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
     const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
@@ -290,7 +291,8 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
 void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
     device_->finish();
     if (!layer.attention) {
-        device_->copy(first, state.conv(layer.index), static_cast<size_t>(state.layout().conv) * sizeof(float));
+        device_->copy(first, state.conv(layer.index),
+                      static_cast<size_t>(state.layout().conv) * sizeof(float));
         device_->copy(second, state.delta(layer.index),
                       static_cast<size_t>(state.layout().delta) * sizeof(float));
         return;
@@ -307,7 +309,8 @@ void GpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
                 const int64_t slot = t % kPageTokens;
                 const auto head = state.layout().head * static_cast<size_t>(h);
                 first[(h * length + t) * Dh + d] = kept_at(keys.data() + head, kv_, Dh, slot * Dh + d, slot);
-                second[(h * length + t) * Dh + d] = kept_at(values.data() + head, kv_, Dh, slot * Dh + d, slot);
+                second[(h * length + t) * Dh + d] =
+                    kept_at(values.data() + head, kv_, Dh, slot * Dh + d, slot);
             }
     }
 }

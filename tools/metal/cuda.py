@@ -1,7 +1,7 @@
 """Compiles .metal files for NVIDIA GPUs: python -m tools.metal.cuda FILES -o OUT.ptx.
 
-The front end and the rewriting are the simulator's; language/cuda.h stands in for its runtime, and clang's NVPTX
-back end makes PTX, which the driver compiles for the GPU that it finds.
+The front end and the rewriting are the simulator's; language/cuda.h stands in for its runtime, and clang's
+NVPTX back end makes PTX, which the driver compiles for the GPU that it finds.
 """
 
 import argparse
@@ -33,7 +33,9 @@ _FUNCTION = re.compile(r"^\.func [^{;]*(?:;\n|\{.*?^\}\n)", re.DOTALL | re.MULTI
 _DYNAMIC = re.compile(r"call [^@\n]*@msl_dynamic_memory\(\)[^\n]*")
 
 
-def compile(files: Sequence[Path], output: Path, *, include: Iterable[Path] = (), define: Iterable[str] = ()) -> Path:
+def compile(
+    files: Sequence[Path], output: Path, *, include: Iterable[Path] = (), define: Iterable[str] = ()
+) -> Path:
     """Compile .metal files into one file of PTX whose entries have the host's names, and give its path.
 
     Raises CompileError with file, line and reason for every fault.
@@ -41,8 +43,11 @@ def compile(files: Sequence[Path], output: Path, *, include: Iterable[Path] = ()
     include, define = list(include), [*define, f'LILY_TILES="{TILES}"', "MSL_CUDA=1"]
     translations = [clang.translate(Path(file), include, define, None) for file in files]
     faults = [str(problem) for t in translations for problem in t.problems]
-    faults += [f"{t.file}: error: function constants are fixed at a launch, PTX is not" for t in translations
-               if t.kernels.constants]
+    faults += [
+        f"{t.file}: error: function constants are fixed at a launch, PTX is not"
+        for t in translations
+        if t.kernels.constants
+    ]
     if faults:
         raise CompileError("\n".join(faults))
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +55,21 @@ def compile(files: Sequence[Path], output: Path, *, include: Iterable[Path] = ()
         modules = list(pool.map(lambda t: _module(t, Path(folder)), translations))
         whole, made = Path(folder) / "whole.bc", Path(folder) / "made.ptx"
         clang.checked([shutil.which(LINK) or "llvm-link", *modules, "-o", whole])
-        clang.checked([clang.CLANG, "-x", "ir", *TARGET, *OPTIMISE, *UNROLL, "-Wno-override-module", "-S", whole, "-o", made])
+        clang.checked(
+            [
+                clang.CLANG,
+                "-x",
+                "ir",
+                *TARGET,
+                *OPTIMISE,
+                *UNROLL,
+                "-Wno-override-module",
+                "-S",
+                whole,
+                "-o",
+                made,
+            ]
+        )
         made.write_text(_FUNCTION.sub("", made.read_text()))
         made.replace(output)
     return output
@@ -60,17 +79,32 @@ def _module(translation: clang.Translation, folder: Path) -> Path:
     source = folder / f"{translation.file.stem}.clcpp"
     source.write_text(translation.text)
     made = source.with_suffix(".ll")
-    clang.checked([clang.CLANG, *clang.FRONT_END, *clang.WARNINGS, *TARGET, *OPTIMISE, "-DMSL_CUDA=1", "-Xclang",
-                   "-disable-llvm-passes", "-S", "-emit-llvm", source, "-o", made])
+    clang.checked(
+        [
+            clang.CLANG,
+            *clang.FRONT_END,
+            *clang.WARNINGS,
+            *TARGET,
+            *OPTIMISE,
+            "-DMSL_CUDA=1",
+            "-Xclang",
+            "-disable-llvm-passes",
+            "-S",
+            "-emit-llvm",
+            source,
+            "-o",
+            made,
+        ]
+    )
     made.write_text(lowered(made.read_text()))
     return made
 
 
 def lowered(module: str) -> str:
-    """Say in LLVM's language what OpenCL's cannot: shared variables, and constant arguments that lie anywhere.
+    """Say in LLVM's language what OpenCL's cannot: shared variables, and constants that lie anywhere.
 
-    A dispatch's argument struct is a kernel parameter and other constant buffers are plain memory, so `constant`
-    pointers become generic ones; NVPTX's constant space is for tables that the module brings along.
+    A dispatch's argument struct is a kernel parameter and other constant buffers are plain memory, so
+    `constant` pointers become generic ones; NVPTX's constant space is for tables that a module brings along.
     """
     module = module.replace("addrspace(4)", "addrspace(0)").replace(" noinline ", " alwaysinline ")
     lines, variables, function = [], {}, ""
@@ -83,7 +117,9 @@ def lowered(module: str) -> str:
             function = re.sub(r"\W", "_", line[line.index("@") + 1 : line.index("(", line.index("@"))])
         if found := _ALLOCATION.search(line):
             name = f"@msl_{function}_{found[3]}"
-            variables[name] = f"{name} = internal addrspace(3) global [{found[1]} x i8] undef, align {found[2]}"
+            variables[name] = (
+                f"{name} = internal addrspace(3) global [{found[1]} x i8] undef, align {found[2]}"
+            )
             line = line[: found.start()] + f"getelementptr i8, ptr addrspace(3) {name}, i64 0"
         elif found := _DYNAMIC.search(line):
             variables["@msl_dynamic"] = "@msl_dynamic = external addrspace(3) global [0 x i8], align 16"

@@ -374,7 +374,11 @@ def _cuda_entry(name: str, function: Function, call: str) -> str:
     """
     buffers = sorted(a.index for a in function.arguments if a.space != "threadgroup" and a.index)
     places = sorted(a.index for a in function.arguments if a.space == "threadgroup")
-    parameters = ["msl_arguments arguments", *(f"ulong b{i}" for i in buffers), *(f"uint t{i}" for i in places)]
+    parameters = [
+        "msl_arguments arguments",
+        *(f"ulong b{i}" for i in buffers),
+        *(f"uint t{i}" for i in places),
+    ]
     parameters.append("ulong grid")
     body = ["if (msl_outside(grid)) return;", "msl_thread c;", "c.buffers[0] = (ulong)&arguments;"]
     body += [f"c.buffers[{i}] = b{i};" for i in buffers]

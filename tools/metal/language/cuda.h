@@ -1,13 +1,14 @@
-// What an NVIDIA GPU does for a kernel, in place of the simulator's runtime: a SIMD-group is a warp, a threadgroup
-// a block, and the lanes' meetings are shuffles. Included instead of runtime.h where MSL_CUDA is set; the names
-// are the same, so that the rest of the language does not know.
+// What an NVIDIA GPU does for a kernel, in place of the simulator's runtime: a SIMD-group is a warp, a
+// threadgroup a block, and the lanes' meetings are shuffles. Included instead of runtime.h where MSL_CUDA is
+// set; the names are the same, so that the rest of the language does not know.
 #pragma once
 
 MSL_VALUE_OF uint MSL_WARP = 0xffffffffu;  // all its lanes: Metal's kernels here never leave some behind
 
 extern "C" {
 // Calls of these become variables in tools/metal/cuda.py, since OpenCL declares none in templates.
-__attribute__((convergent)) threadgroup void* msl_threadgroup_memory(ulong bytes, uint align, uint declaration);
+__attribute__((convergent)) threadgroup void* msl_threadgroup_memory(ulong bytes, uint align,
+                                                                     uint declaration);
 threadgroup void* msl_dynamic_memory(void);
 // Nobody has needed these yet: a kernel that calls one does not link.
 float msl_runtime_sinpi(float x);
@@ -58,8 +59,8 @@ MSL_FN T msl_shuffle(T value, uint lane) {
     }
 }
 
-// Reductions and scans, of components that are float, int or uint. The butterfly goes from lane ^ 1 up to lane ^ 16,
-// the simulator's order of adding, and a NaN loses against a number.
+// Reductions and scans, of components that are float, int or uint. The butterfly goes from lane ^ 1 up to
+// lane ^ 16, the simulator's order of adding, and a NaN loses against a number.
 template <uint operation, class T>
 MSL_FN T msl_combine_two(T a, T b) {
     if constexpr (operation == 0)
@@ -104,15 +105,17 @@ MSL_FN uint msl_matrix_row() {
 MSL_FN uint msl_matrix_column() {
     return msl_warp_lane() % 4 * 2;
 }
-// Floats as sums of two numbers of mma's tf32, whose product then lacks the two low parts' alone: about 2^-21.
-// The order of the products in a sum is free, so element 2t stands at mma's t and 2t + 1 at its t + 4.
+// Floats as sums of two numbers of mma's tf32, whose product then lacks the two low parts' alone: about
+// 2^-21. The order of the products in a sum is free, so element 2t stands at mma's t and 2t + 1 at its t + 4.
 MSL_FN void msl_split(float x, thread uint& high, thread uint& low) {
     __asm__("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
     __asm__("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(x - __builtin_bit_cast(float, high)));
 }
-MSL_FN void msl_multiply_tf32(thread float* d, thread float* rest, const thread uint* a, const thread uint* b) {
+MSL_FN void msl_multiply_tf32(thread float* d, thread float* rest, const thread uint* a,
+                              const thread uint* b) {
     __asm__(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(rest[0]), "+f"(rest[1])
         : "r"(a[0]), "r"(0), "r"(a[1]), "r"(0), "r"(b[0]), "r"(b[1]));
 }
@@ -135,14 +138,13 @@ MSL_FN void msl_multiply_bfloats(thread float* d, uint a, uint b) {
     uint turned;
     __asm__("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(b));
     float unused[2] = {0, 0};
-    __asm__(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(unused[0]), "+f"(unused[1])
-        : "r"(a), "r"(0), "r"(turned));
+    __asm__("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(unused[0]), "+f"(unused[1])
+            : "r"(a), "r"(0), "r"(turned));
 }
 
-// exp and log on the special function unit, to about 2^-21 of the result: the argument's product with log2(e) is
-// carried in two parts, since the unit takes one number and a large one has no bits left for its fraction.
+// exp and log on the special function unit, to about 2^-21 of the result: the argument's product with log2(e)
+// is carried in two parts, since the unit takes one number and a large one has no bits left for its fraction.
 MSL_FN float msl_special_exp2(float x) {
     float y;
     __asm__("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -185,10 +187,10 @@ struct msl_arguments {
     ulong words[32];  // a dispatch's argument struct: csrc/gpu/cuda.cpp passes as many
 };
 typedef const thread msl_thread* msl_thread_context;
-#define MSL_TRIPLE_OF(NAME)                                                                       \
-    ::uint3 {                                                                                     \
-        (uint)__nvvm_read_ptx_sreg_##NAME##_x(), (uint)__nvvm_read_ptx_sreg_##NAME##_y(),         \
-            (uint)__nvvm_read_ptx_sreg_##NAME##_z()                                               \
+#define MSL_TRIPLE_OF(NAME)                                                                \
+    ::uint3 {                                                                              \
+        (uint) __nvvm_read_ptx_sreg_##NAME##_x(), (uint)__nvvm_read_ptx_sreg_##NAME##_y(), \
+            (uint)__nvvm_read_ptx_sreg_##NAME##_z()                                        \
     }
 MSL_FN uint3 msl_group_position(msl_thread_context) {
     return MSL_TRIPLE_OF(ctaid);
@@ -225,7 +227,8 @@ MSL_FN uint msl_simdgroups(msl_thread_context c) {
     const uint3 size = msl_threads(c);
     return (size.x * size.y * size.z + 31) / 32;
 }
-// The grid of an indirect dispatch is known when it runs: the host launches the most groups that there can be.
+// The grid of an indirect dispatch is known when it runs: the host launches the most groups that there can
+// be.
 MSL_FN bool msl_outside(ulong grid) {
     if (grid == 0) return false;
     const device uint* groups = (const device uint*)grid;

@@ -1,6 +1,6 @@
-// metal/tile.h on an NVIDIA GPU: the same three types on mma.sync, with their layouts as PTX documents them. The
-// lanes of a warp hold a 16 x 16 quarter of Left in four registers of two bfloats, Right likewise, and Sum in eight
-// floats. Included inside namespace lily.
+// metal/tile.h on an NVIDIA GPU: the same three types on mma.sync, with their layouts as PTX documents them.
+// The lanes of a warp hold a 16 x 16 quarter of Left in four registers of two bfloats, Right likewise, and
+// Sum in eight floats. Included inside namespace lily.
 
 constant constexpr ushort kStage = 1;  // not needed, but an array has a size
 
@@ -101,7 +101,8 @@ struct Sum {
 #pragma unroll
             for (ushort j = 0; j < 2; ++j)
                 __asm__(
-                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+                    "{%8,%9}, "
                     "{%0,%1,%2,%3};"
                     : "+f"(part[j][0]), "+f"(part[j][1]), "+f"(part[j][2]), "+f"(part[j][3])
                     : "r"(a.part[k][0]), "r"(a.part[k][1]), "r"(a.part[k][2]), "r"(a.part[k][3]),
