@@ -126,7 +126,7 @@ void State::prepare(int64_t tokens, Ops& ops) {
     const int64_t end = length_ + tokens;
     for (int64_t page = length_ / kPageTokens; page * kPageTokens < end; ++page) {
         const auto p = static_cast<size_t>(page);
-        if (p == pages_.size()) pages_.push_back(allocate(ops, layout_.page));
+        while (p >= pages_.size()) pages_.push_back(allocate(ops, layout_.page));
         // Positions from `length` on are free if nobody has taken them yet, whoever else holds the page.
         const int64_t first = std::max<int64_t>(length_ - page * kPageTokens, 0);
         if (pages_[p]->mapped() || pages_[p]->filled != first) own(pages_[p], ops);
