@@ -45,9 +45,11 @@ METAL_FUNC float field(uint word, uint mask) {
 }
 
 // Adds a lane's share of kRowsOfSimd rows times x (columns) to total. The loads of kAhead words of each row
-// are under way at once, since memory answers late; what lies past the last row or word is 0. A lane takes
-// every 32nd word of 32 bits, so that a SIMD-group reads 128 consecutive bytes of a row; sum(q x) and sum(x) of a word come first, then its group's scale and bias. Fields stay where they are
-// in their half of the word, times a power of two, which x is divided by beforehand.
+// are under way at once, since memory answers late; what lies past the last row or word repeats it and counts
+// for nothing: a branch round a load would have the next one wait. A lane takes every 32nd word of 32 bits, so
+// that a SIMD-group reads 128 consecutive bytes of a row; sum(q x) and sum(x) of a word come first, then its
+// group's scale and bias. Fields stay where they are in their half of the word, times a power of two, which x
+// is divided by beforehand.
 template <ushort kBits, class T, ushort kAhead>
 METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, threadgroup const float* x,
                                 ushort lane, float factor, thread float* total) {
@@ -59,7 +61,7 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
     device const T* biases[kRowsOfSimd];
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) {
-        const uint at = row + r;
+        const uint at = row + min(uint(r), rows - 1);
         weight[r] = (device const uint*)w.weight + at * words;
         scales[r] = (device const T*)w.scales + at * groups;
         biases[r] = (device const T*)w.biases + at * groups;
@@ -69,13 +71,12 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
         T scale[kAhead][kRowsOfSimd], bias[kAhead][kRowsOfSimd];
 #pragma unroll
         for (ushort a = 0; a < kAhead; ++a) {
-            const uint i = begin + a * kSimd, group = i * kSlots / kGroup;
+            const uint i = min(begin + a * kSimd, words - 1), group = i * kSlots / kGroup;
 #pragma unroll
             for (ushort r = 0; r < kRowsOfSimd; ++r) {
-                const bool present = i < words && r < rows;
-                word[a][r] = present ? weight[r][i] : 0;
-                scale[a][r] = present ? scales[r][group] : T(0);
-                bias[a][r] = present ? biases[r][group] : T(0);
+                word[a][r] = weight[r][i];
+                scale[a][r] = scales[r][group];
+                bias[a][r] = biases[r][group];
             }
         }
 #pragma unroll

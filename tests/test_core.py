@@ -60,6 +60,7 @@ def test_logits_and_states_are_mlx_lms(preset, simd, style, tmp_path):
             compare(f"layer {layer} part {part}", array.reshape(-1)[:: golden["every"]], want, 1e-4)
 
 
+@pytest.mark.unsanitized  # 5,120 positions on every code path
 @pytest.mark.parametrize("simd", code_paths())
 def test_demo_agrees_with_mlx_lm_over_a_text(simd, record_testsuite_property):
     """The precision contract for float32 activations, keys and values in bf16, over 5,120 positions."""
