@@ -46,7 +46,7 @@ METAL_FUNC float field(uint word, uint mask) {
 
 // Adds a lane's share of kRowsOfSimd rows times x (columns) to total. The loads of kAhead words of each row
 // are under way at once, since memory answers late; what lies past the last row or word repeats it and counts
-// for nothing: a branch round a load would have the next one wait. A lane takes every 32nd word of 32 bits, so
+// for nothing: a branch round a load makes the next one wait. A lane takes every 32nd word of 32 bits, so
 // that a SIMD-group reads 128 consecutive bytes of a row; sum(q x) and sum(x) of a word come first, then its
 // group's scale and bias. Fields stay where they are in their half of the word, times a power of two, which x
 // is divided by beforehand.
