@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import rungs
 from cases import Draw, draws
 from lily import _core, errors
-from support import CHECKPOINTS, kernels
+from support import CHECKPOINTS, ROW_BY_ROW, kernels
 from test_ops import drawn, wanted
 
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 3}
@@ -137,7 +137,7 @@ def test_a_drawn_token_is_taken_from_the_device():
     """What a step takes in is what the device drew, also when others have been at work in between."""
     sampling, history = _core.Sampling(**SAMPLED), _core.History()
     for between in ("nothing", "a pass", "another draw", "another token"):
-        session = make_session()
+        session = make_session(**ROW_BY_ROW)
         state, other, straight = (session.new_state() for _ in range(3))
         for each in (state, other):
             session.extend(each, np.arange(9, dtype=np.int32))

@@ -139,7 +139,9 @@ def test_weights_are_read_once(op, layer, rows):
     assert len(found) >= {"gdn_in": 4, "attn_in": 3, "moe_route": 4, "moe_up": 2}.get(op, 1)
     for number, (dispatch, t) in enumerate(found):
         wanted = t.bytes
-        routed = dispatch.kernel.startswith("moe_down") and (number == 0 or rows > 1)  # not the shared expert's
+        routed = dispatch.kernel.startswith("moe_down") and (
+            number == 0 or rows > 1
+        )  # not the shared expert's
         if op == "moe_up" or routed:
             wanted = t.bytes * config["experts_per_token"] // config["experts"]
         once = wanted

@@ -1,6 +1,7 @@
 // GpuOps: the mixture of experts. A few rows go through it one at a time; a prompt's are sorted by expert.
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "gpu/backend.h"
 #include "gpu/launch.h"
@@ -127,7 +128,7 @@ void GpuOps::sort_on_host(const args::MoeSort& p) {
     device_->copy(expert.data(), a_.expert.data, p.assignments * sizeof(int32_t));
     std::vector<uint32_t> order(p.assignments);
     std::iota(order.begin(), order.end(), 0u);
-    std::ranges::stable_sort(order, {}, [&](uint32_t assignment) { return expert[assignment]; });
+    std::ranges::sort(order, {}, [&](uint32_t i) { return std::pair(expert[i], i); });
     std::vector<args::Tile> tiles;
     for (uint32_t first = 0, rows = 0; first < p.assignments; first += rows) {
         const int32_t e = expert[order[first]];
