@@ -1,6 +1,6 @@
 """The GPU kernels as PTX for NVIDIA GPUs, and what device="cuda" says where it can't run.
 
-Nothing here needs a GPU. On one, LILY_PTX=build/kernels.ptx lets every op case run there: see support.backends.
+Nothing here needs a GPU. On one, LILY_PTX=build/kernels.ptx lets every op case run there: support.backends.
 """
 
 import re
@@ -33,7 +33,7 @@ def test_every_kernel_is_an_entry(ptx: str) -> None:
 
 @pytest.mark.long
 def test_kernels_call_nothing_and_lack_nothing(ptx: str) -> None:
-    """A call would cost a kernel its registers, and a name without a body would keep all from being loaded."""
+    """A call would cost a kernel its registers; a name without a body would keep all from being loaded."""
     assert not re.search(r"^\s*call", ptx, re.MULTILINE)
     assert not re.search(r"^\.func", ptx, re.MULTILINE)
     assert re.findall(r"^\.extern .*", ptx, re.MULTILINE) == [".extern .shared .align 16 .b8 msl_dynamic[];"]
