@@ -9,8 +9,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.unsanitized
-HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "transformers", "lily._core", "llguidance")
-HEAVY += ("starlette", "uvicorn", "msgspec", "asyncio")
+HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "transformers", "lily._core")
 
 
 def cpu_seconds(code: str) -> float:
