@@ -464,6 +464,11 @@ def test_stop_tokens_are_checked(model: lily.Model, bad: object, kind: type[Exce
             "prompt: wanted a flat sequence of int token ids, got shape (1,) of bool",
         ),
         (["fox"], TypeError, "prompt: wanted a flat sequence of int token ids, got shape (1,) of <U3"),
+        (
+            np.array([1, 2], object),
+            TypeError,
+            "prompt: wanted a flat sequence of int token ids, got shape (2,)",
+        ),
         ([1, 10**30], ValueError, f"prompt[1]: wanted a token id from 0 to 4095, got {10**30}"),
         ([1, -1], ValueError, "prompt[1]: wanted a token id from 0 to 4095, got -1"),
         (np.array([4096, 1]), ValueError, "prompt[0]: wanted a token id from 0 to 4095, got 4096"),

@@ -103,19 +103,17 @@ class Engine:
             flags = [i for i, value in enumerate(values) if isinstance(value, bool | np.bool_)]
             if flags:
                 raise TypeError(f"{name}[{flags[0]}]: wanted an int token id, got {values[flags[0]]}")
-        if array.dtype == object and array.ndim == 1 and all(isinstance(v, int) for v in array):
-            i = next(i for i, value in enumerate(array) if not 0 <= value < self.vocab)  # one past int64
-            raise ValueError(f"{name}[{i}]: wanted a token id from 0 to {self.vocab - 1}, got {array[i]}")
         if array.size == 0:
             raise ValueError(f"{name}: wanted at least one token, got none")
+        # Ints past int64 make an array of objects, and at least one of them is outside.
+        ints = array.dtype.kind in "iu" or all(isinstance(value, int) for value in array.flat)
+        if array.ndim == 1 and ints and (outside := np.flatnonzero((array < 0) | (array >= self.vocab))).size:
+            i = int(outside[0])
+            raise ValueError(f"{name}[{i}]: wanted a token id from 0 to {self.vocab - 1}, got {array[i]}")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise TypeError(
                 f"{name}: wanted a flat sequence of int token ids, got shape {array.shape} of {array.dtype}"
             )
-        outside = np.flatnonzero((array < 0) | (array >= self.vocab))
-        if outside.size:
-            i = int(outside[0])
-            raise ValueError(f"{name}[{i}]: wanted a token id from 0 to {self.vocab - 1}, got {array[i]}")
         return array.astype(np.int32)
 
     def check_room(self, tokens: int, room_for: int = 0) -> None:
