@@ -93,8 +93,7 @@ class Tokenizer:
         Raises ValueError for an id that is no int or is negative.
         """
         decoder = self.decoder(markers=markers)
-        ids = [integer("token", token, 0, 2**32) for token in tokens]
-        return "".join([decoder.push(token) for token in ids]) + decoder.finish()
+        return "".join([decoder.push(token) for token in tokens]) + decoder.finish()
 
     def decoder(self, *, markers: bool = False) -> "Decoder":
         """Return a decoder that takes one token at a time."""
