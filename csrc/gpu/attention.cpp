@@ -13,17 +13,13 @@ constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose span
 constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/attention.metal
 constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/attention.metal
 
-uint32_t count(size_t n) {
-    return static_cast<uint32_t>(n);
-}
-
 }  // namespace
 
 // The spans that a row which sees `seen` positions falls into.
 uint32_t GpuOps::spans_of(int64_t seen) const {
     const uint32_t span =
         args::span_of(static_cast<uint32_t>(seen), static_cast<uint32_t>(options_.fixed_blocks_from));
-    return (static_cast<uint32_t>(seen) + span - 1) / span;
+    return ceil_div(seen, span);
 }
 
 // Room for the results of the most spans that any row has: with growing spans that need not be the longest
@@ -48,7 +44,7 @@ args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment&
             .rotary_dim = static_cast<uint32_t>(c_.rotary_dim),
             .epsilon = static_cast<float>(c_.norm_epsilon),
             .layer = static_cast<uint32_t>(layer.index),
-            .plane = count(s.state->layout().plane / bytes_of(kv_)),
+            .plane = static_cast<uint32_t>(s.state->layout().plane / bytes_of(kv_)),
             .pages = static_cast<uint32_t>(pages_of_sequence_),
             .spans = 0,
             .fixed_from = static_cast<uint32_t>(options_.fixed_blocks_from),
@@ -156,7 +152,7 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
     run(recorder_,
         {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads,
                           wide ? "true" : "false"),
-         .groups = {p.spans, p.kv_heads * ((shared + heads - 1) / heads), p.tokens},
+         .groups = {p.spans, p.kv_heads * ceil_div(shared, heads), p.tokens},
          .threads = 4 * kSimd,
          .reached = reached},
         p,
@@ -187,7 +183,7 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
     reach_pages(reached, layer.index, s, 0, false);
     run(recorder_,
         {.kernel = format("attn_mix_flash_%d", c_.head_dim),
-         .groups = {(rows + kRowsOfTile - 1) / kRowsOfTile, p.kv_heads, 1},
+         .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
          .threads = 4 * kSimd,
          .reached = reached},
         p,

@@ -83,7 +83,7 @@ void GpuOps::gdn_step(const LayerWeights& layer, std::span<const Segment> segmen
     const int64_t end = segments.back().row + segments.back().length;
     run(recorder_,
         {.kernel = format("gdn_mix_step_%d", columns),
-         .groups = {(p.value_dim + kValuesOfStep - 1) / kValuesOfStep, p.value_heads,
+         .groups = {ceil_div(p.value_dim, kValuesOfStep), p.value_heads,
                     static_cast<uint32_t>(segments.size())},
          .threads = kValuesOfStep * 4,
          .reached = reached},
@@ -137,7 +137,7 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
     const uint32_t values = kSimdsOfScan * kSimd / lanes;  // rows of S of a threadgroup
     run(recorder_,
         {.kernel = format("gdn_mix_%s_%d", registers ? "registers" : "packed", columns),
-         .groups = {(p.value_dim + values - 1) / values, p.value_heads, 1},
+         .groups = {ceil_div(p.value_dim, values), p.value_heads, 1},
          .threads = kSimdsOfScan * kSimd,
          .reached = delta},
         p,
@@ -169,7 +169,7 @@ void GpuOps::gdn_chunks(const args::GdnMix& p, const Segment& s, int64_t rows,
     const uint32_t values = kSimdsOfChunk * kTile;
     run(recorder_,
         {.kernel = format("gdn_mix_chunks_%u", p.key_dim / kTile),
-         .groups = {(p.value_dim + values - 1) / values, p.value_heads, 1},
+         .groups = {ceil_div(p.value_dim, values), p.value_heads, 1},
          .threads = kSimdsOfChunk * kSimd,
          .reached = delta},
         p,

@@ -57,11 +57,11 @@ inline args::Matrix matrix(const Linear& w, int64_t rows = 0) {
 }
 
 inline uint32_t blocks_of(const args::Matrix& m) {
-    return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd;
+    return ceil_div(m.rows, kRowsOfSimd);
 }
 
 inline uint32_t groups_for(uint32_t blocks) {
-    return (blocks + kSimds - 1) / kSimds;
+    return ceil_div(blocks, kSimds);
 }
 
 struct Launch {

@@ -36,11 +36,9 @@ void GpuOps::norm_rows(const Tensor& norm, uint32_t T, void* h, DType type) {
 // y (T, N) = x W^T, or y += it.
 void GpuOps::multiply(const Linear& w, const Rows& x, uint32_t T, float* y, bool add) {
     const uint32_t rows = block_rows(T);
-    const std::string kernel =
-        (x.type == DType::bf16 ? "matmul_bf16_" : "matmul_f32_") + std::to_string(rows);
     const args::Matmul p{matrix(w), T, x.stride, add};
     run(recorder_,
-        {.kernel = kernel.c_str(),
+        {.kernel = format("matmul_%s_%u", x.type == DType::bf16 ? "bf16" : "f32", rows),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         p, Buffers().read(x.data, x.bytes).weights(w).write(y, size_t{T} * p.matrix.rows * sizeof(float)));

@@ -132,9 +132,8 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
     const uint32_t rows = block_rows(T);
-    const std::string kernel = "matmul_swiglu_" + std::to_string(rows);
     run(recorder_,
-        {.kernel = kernel.c_str(),
+        {.kernel = format("matmul_swiglu_%u", rows),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         args::MatmulSwiglu{p.shared_gate, p.shared_up, T},
@@ -161,9 +160,8 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
             .write(a_.weight.data, bytes_of_rows(a_.weight, T))
             .write(rounded_, rounded));
     sort_assignments(layer, T);
-    const std::string kernel = "moe_up_tiles_" + std::to_string(expert_rows_);
     run(recorder_,
-        {.kernel = kernel.c_str(),
+        {.kernel = format("moe_up_tiles_%u", expert_rows_),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_},
@@ -182,9 +180,8 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     const uint32_t D = p.down.rows, K = p.experts_per_token;
     sort_assignments(layer, T);
     const size_t part = size_t{T} * K * D * sizeof(uint16_t), shared = size_t{T} * D * sizeof(float);
-    const std::string kernel = "moe_down_tiles_" + std::to_string(expert_rows_);
     run(recorder_,
-        {.kernel = kernel.c_str(),
+        {.kernel = format("moe_down_tiles_%u", expert_rows_),
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_ + 3},
