@@ -13,7 +13,7 @@ HERE = Path(__file__).parent / "metal"
 
 
 @cache
-def library(name: str, *, instrumented: bool = False, define: tuple[str, ...] = ()) -> Library:
+def compiled(name: str, *, instrumented: bool = False, define: tuple[str, ...] = ()) -> Library:
     """Compile tests/metal/name.metal and load it; skips the test where that cannot be done."""
     rungs.climb("metal")
     return Library(compile([HERE / f"{name}.metal"], instrumented=instrumented, define=define))

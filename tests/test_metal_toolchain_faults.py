@@ -42,7 +42,7 @@ def test_every_kind_of_fault_is_planted():
 @pytest.mark.parametrize("kernel", planted())
 def test_planted_fault(kernel):
     fault, words, line = planted()[kernel]
-    library = simulated.library("faults", instrumented=True)
+    library = simulated.compiled("faults", instrumented=True)
     memory = (
         (32800,)
         if any(space == "threadgroup" for _, space, _, _ in library.kernels[kernel].arguments)
@@ -60,7 +60,7 @@ def test_planted_fault(kernel):
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_races_are_found_in_every_order(order):
-    library = simulated.library("faults", instrumented=True)
+    library = simulated.compiled("faults", instrumented=True)
     for kernel, (fault, _, _) in planted().items():
         if fault == "race":
             run = library.run(kernel, buffers(), (2,), (64,), order=order, check=False)
@@ -68,7 +68,7 @@ def test_races_are_found_in_every_order(order):
 
 
 def test_launches_that_are_refused():
-    library = simulated.library("faults", instrumented=True)
+    library = simulated.compiled("faults", instrumented=True)
 
     def refused(kernel, given, threads, **more):
         (found,) = library.run(kernel, given, (1,), threads, check=False, **more).findings
@@ -88,11 +88,11 @@ def test_launches_that_are_refused():
 
 def test_a_finding_is_an_error_unless_asked_for():
     with pytest.raises(SimulatorError, match=r"read_past_the_end:.*which has 512"):
-        simulated.library("faults", instrumented=True).run("read_past_the_end", buffers(), (2,), (64,))
+        simulated.compiled("faults", instrumented=True).run("read_past_the_end", buffers(), (2,), (64,))
 
 
 def test_writes_that_a_dispatch_did_not_declare():
-    library = simulated.library("traffic", instrumented=True)
+    library = simulated.compiled("traffic", instrumented=True)
     given = {0: aligned(np.zeros(64, np.float32)), 1: aligned(np.zeros(64, np.float32))}
     run = library.run("copy", given, (2,), (32,), read_only=[0], check=False)
     (found,) = run.findings
@@ -101,7 +101,7 @@ def test_writes_that_a_dispatch_did_not_declare():
 
 
 def test_memory_that_nothing_has_written():
-    library = simulated.library("traffic", instrumented=True)
+    library = simulated.compiled("traffic", instrumented=True)
     source, target = aligned(np.zeros(64, np.float32)), aligned(np.zeros(64, np.float32))
     library.track(source, defined=False)
     library.track(target, defined=False)
@@ -119,7 +119,7 @@ def test_memory_that_nothing_has_written():
 
 
 def traffic(kernel, count=1024, **more):
-    library = simulated.library("traffic", instrumented=True)
+    library = simulated.compiled("traffic", instrumented=True)
     given = {0: aligned(np.zeros(count, np.float32)), 1: aligned(np.arange(count, dtype=np.float32))}
     return library.run(kernel, given, (count // 128,), (128,), **more)
 
@@ -164,5 +164,5 @@ def test_lines_are_counted_once_a_dispatch_and_ranges_are_exact():
 
 @pytest.mark.parametrize("order", ["reverse", "random"])
 def test_traffic_does_not_depend_on_the_order(order):
-    for kernel in simulated.library("traffic", instrumented=True).kernels:
+    for kernel in simulated.compiled("traffic", instrumented=True).kernels:
         assert traffic(kernel, order=order).traffic == traffic(kernel).traffic

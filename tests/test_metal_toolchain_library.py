@@ -69,7 +69,7 @@ def run(name, out, *inputs, library="library", **more):
         result.view(np.uint8)[...] = 0xFF
         padded = [*inputs, inputs[-1]][:2]
         given = {0: result, **{i + 1: np.ascontiguousarray(x) for i, x in enumerate(padded)}}
-        simulated.library(library).run(
+        simulated.compiled(library).run(
             name, given, ((count + 63) // 64,), (min(64, count),), order=order, **more
         )
         results.append(result.tobytes())
@@ -229,7 +229,7 @@ DTYPES = {
 def test_functions_of_integers(name):
     kernels = [
         k
-        for k in simulated.library("library").kernels
+        for k in simulated.compiled("library").kernels
         if k.rpartition("_")[0] == name and k.rpartition("_")[2] in DTYPES
     ]
     assert kernels
@@ -280,7 +280,7 @@ def test_packed_types_and_matrices():
     items["place"], items["kind"] = random.normal(0, 1, (64, 3)), random.integers(0, 256, 64)
     got, halves = np.empty((64, 4), np.float32), np.empty((64, 4), np.float16)
     given = {0: got, 1: items, 2: halves}
-    simulated.library("library").run("packed_types", given, (1,), (64,))
+    simulated.compiled("library").run("packed_types", given, (1,), (64,))
     assert np.array_equal(got, np.column_stack([items["place"], items["kind"]]))
     assert np.array_equal(halves, got.astype(np.float16))
     m = random.normal(0, 1, (64, 4, 4)).astype(np.float32)
@@ -296,7 +296,7 @@ def test_function_constants(doubles, scale):
     more, got = np.arange(64, dtype=np.float32), np.empty(64, np.float32)
     constants = {"kDoubles": doubles, "kCount": 40} | ({} if scale is None else {"kScale": scale})
     given = {0: got, 1: more} if doubles else {0: got}
-    simulated.library("library").run("constants", given, (1,), (64,), constants=constants)
+    simulated.compiled("library").run("constants", given, (1,), (64,), constants=constants)
     want = (np.arange(64) < 40) + (more if doubles else 0)
     assert np.array_equal(got, want * (1 if scale is None else scale))
 
@@ -306,7 +306,7 @@ def test_a_thread_is_told_its_place(grid):
     threads = (4, 3, 2)
     groups = tuple(-(-n // t) for n, t in zip(grid, threads, strict=True))
     got = np.full((grid[2], grid[1], grid[0], 24), 2**32 - 1, np.uint32)
-    simulated.library("library").run("places", {0: got}, groups, threads, grid=grid)
+    simulated.compiled("library").run("places", {0: got}, groups, threads, grid=grid)
     z, y, x = np.meshgrid(*map(np.arange, grid[::-1]), indexing="ij")
     position = np.stack([x, y, z], -1)
     group = position // threads
@@ -332,7 +332,7 @@ def test_a_thread_is_told_its_place(grid):
 def test_indirect_dispatch():
     got = np.zeros(64, np.float32)
     counts = np.array([2, 1, 1], np.uint32)
-    run_ = simulated.library("library").run(
+    run_ = simulated.compiled("library").run(
         "constants", {0: got}, (99,), (16,), indirect=counts, constants={"kCount": 99}
     )
     assert run_.counts["threads"] == 32
@@ -346,7 +346,7 @@ def test_atomics(order, workers):
     number = np.array([0, 0, 0, 2**32 - 1, 0, 5000, 0, 0], np.uint32)
     least, sums, places = np.zeros(1, np.int32), np.zeros(2, np.float32), np.full(count, 2**32 - 1, np.uint32)
     given = {0: number, 1: least, 2: sums, 3: places}
-    simulated.library("library").run("atomics", given, (16,), (64,), order=order, workers=workers)
+    simulated.compiled("library").run("atomics", given, (16,), (64,), order=order, workers=workers)
     i = np.arange(count)
     total = int((i % 64).sum())
     assert number.tolist() == [
@@ -363,5 +363,5 @@ def test_atomics(order, workers):
     assert sums.tolist() == [count / 2, -count / 4]
     assert sorted(places.tolist()) == i.tolist()
     pair = np.array([0, 2**64 - 1], np.uint64)
-    simulated.library("library").run("wide_atomics", {0: pair}, (4,), (32,), order=order)
+    simulated.compiled("library").run("wide_atomics", {0: pair}, (4,), (32,), order=order)
     assert pair.tolist() == [127 << 33, 5 << 33]

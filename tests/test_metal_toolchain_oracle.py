@@ -72,7 +72,7 @@ def test_rms_norm(apples):
     rows, columns = 5, 2048
     x, weight = to_bfloat(random.normal(0, 1, (rows, columns))), to_bfloat(random.normal(1, 0.1, columns))
     results = []
-    for library, kernel in ((apples, RMS), (simulated.library("oracle"), "rms_norm")):
+    for library, kernel in ((apples, RMS), (simulated.compiled("oracle"), "rms_norm")):
         out = np.zeros((rows, columns), np.uint16)
         epsilon, (size, stride) = np.array([1e-6], np.float32), numbers(columns, 1)
         given = {0: x, 1: weight, 2: out, 3: epsilon, 4: size, 5: stride}

@@ -100,7 +100,7 @@ def values(kind, name, simds):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function(name):
-    kernels = [k for k in simulated.library("simd").kernels if k.rpartition("_")[0] == name]
+    kernels = [k for k in simulated.compiled("simd").kernels if k.rpartition("_")[0] == name]
     assert kernels
     for kernel in kernels:
         kind = kernel.rpartition("_")[2]
@@ -129,14 +129,14 @@ def test_a_group_sums_its_numbers(threads):
     for order in ORDERS:
         got = np.full(3, np.nan, np.float32)
         given = {0: got, 1: x}
-        simulated.library("simd").run("group_sum", given, (3,), (threads,), threadgroup=(128,), order=order)
+        simulated.compiled("simd").run("group_sum", given, (3,), (threads,), threadgroup=(128,), order=order)
         close(got, x.astype(np.float64).sum(1), 18)
 
 
 def test_lanes_that_have_returned_take_no_part():
     x = values("float", "sum", 1).ravel()
     got = np.zeros(32, np.float32)
-    simulated.library("simd").run("sum_of_those_left", {0: got, 1: x}, (1,), (32,))
+    simulated.compiled("simd").run("sum_of_those_left", {0: got, 1: x}, (1,), (32,))
     close(got, np.where(LANE < 20, x[:20].astype(np.float64).sum(), 0), 18)
 
 
@@ -145,6 +145,6 @@ def test_barriers(threads):
     for order in ORDERS:
         got = np.full(threads, 2**32 - 1, np.uint32)
         given = {0: got, 1: np.array([5], np.uint32)}
-        done = simulated.library("simd").run("ring", given, (1,), (threads,), order=order)
+        done = simulated.compiled("simd").run("ring", given, (1,), (threads,), order=order)
         assert np.array_equal(got, (np.arange(threads) + 5) % threads)
         assert done.counts["barriers"] == 10

@@ -30,7 +30,7 @@ def same_in_all_orders(kernel, buffers, out, groups, threads, **more):
     for instrumented in (False, True):
         for order in ORDERS:
             out.view(np.uint8)[...] = 0xFF
-            library = simulated.library("tiles", instrumented=instrumented)
+            library = simulated.compiled("tiles", instrumented=instrumented)
             library.run(kernel, buffers, groups, threads, order=order, **more)
             results.append(out.copy())
     assert len({result.tobytes() for result in results}) == 1
@@ -115,7 +115,7 @@ def test_the_layout_is_nobodys_but_complete():
         np.zeros((32, 9, 2), np.int32),
         np.zeros((32, 9), np.uint32),
     )
-    simulated.library("tiles").run("layout", {0: contents, 1: places, 2: valid}, (1,), (32,))
+    simulated.compiled("tiles").run("layout", {0: contents, 1: places, 2: valid}, (1,), (32,))
     assert np.isnan(contents).all()
     assert (valid.sum(1) == 8).all()
     held = places[valid == 1]
@@ -128,7 +128,7 @@ def test_the_layout_is_nobodys_but_complete():
 def test_matmul2d_of_the_wrong_number_of_simdgroups():
     a, b, c = np.zeros((64, 16), np.float16), np.zeros((32, 16), np.float16), np.zeros((64, 32), np.float32)
     buffers = {0: a, 1: b, 2: c, 3: np.array([64, 32, 16], np.uint32)}
-    run = simulated.library("tiles").run("memory_half_4", buffers, (1,), (64,), check=False)
+    run = simulated.compiled("tiles").run("memory_half_4", buffers, (1,), (64,), check=False)
     assert {f.message.split(": ")[1] for f in run.findings} == {
         "matmul2d of 4 SIMD-groups runs in a threadgroup of 2"
     }
