@@ -6,6 +6,8 @@ VENV ?= .venv
 ARGS ?=
 # Settings of the native build, in pip's spelling; `make sanitize` sets them.
 SETTINGS ?=
+# How long `make sanitize-threads` runs.
+SECONDS ?= 150
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -14,11 +16,11 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
 SANITIZED := build/sanitized
 SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON
 
-.PHONY: help demo test test-long sanitize toolchain kernels lint format stubs docs clean FORCE
+.PHONY: help demo test test-long sanitize sanitize-threads toolchain kernels ptx lint format stubs docs clean FORCE
 .DEFAULT_GOAL := help
 
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s  %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s  %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/installed  ## build, install, and write a story with the embedded checkpoint
 	$(VENV)/bin/lily generate "Tell me a story about a fox." --seed 58
@@ -30,10 +32,14 @@ test: $(VENV)/extra-test  ## build, install, and run the default suite: at most 
 test-long: $(VENV)/extra-test  ## load, fuzz and sanitizers: at most 45 minutes on two cores
 	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
 	@$(MAKE) sanitize
+	@$(MAKE) sanitize-threads
 
 sanitize:  ## the core's tests with the address and undefined-behaviour sanitizers (Linux)
 	@$(MAKE) VENV=$(SANITIZED) SETTINGS="$(SANITIZE)" $(SANITIZED)/extra-test
 	tools/sanitize.sh $(SANITIZED)/bin/python $(ARGS)
+
+sanitize-threads: $(VENV)/extra-test  ## eight threads on one session under the thread sanitizer, for SECONDS (Linux)
+	tools/sanitize_threads.sh $(VENV)/bin/cmake $(SECONDS)
 
 toolchain:  ## install the compilers and emulators of the Linux rungs (asks apt; needs root)
 	tools/toolchain.sh
@@ -49,6 +55,9 @@ lint: $(VENV)/extra-dev  ## ruff and mypy
 format: $(VENV)/extra-dev  ## ruff's and clang-format's layout, in place
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(shell find csrc tests tools -name '*.h' -o -name '*.cpp')
+
+ptx: $(VENV)/extra-test  ## compile the GPU kernels for NVIDIA GPUs into build/kernels.ptx (needs the toolchain)
+	$(PY) -m tools.metal.cuda metal/*.metal -o build/kernels.ptx
 
 stubs: $(VENV)/extra-test  ## regenerate what is committed but made from the core: _core.pyi and docs/options.md
 	$(PY) tools/generate.py

@@ -1,11 +1,14 @@
 """How far two runs of a model agree: what the precision contract is stated in, and how the core keeps it.
 
-    python -m bench.agree [--record]
+    python -m bench.agree [--record] [--kv int8]
+    python -m bench.agree --kernels build/kernels.so [--record]
 
-The vectors compared with are mlx-lm's in float32; tests/golden says how they were made.
+The vectors compared with are mlx-lm's in float32; tests/golden says how they were made. With --kernels the
+GPU kernels run in the simulator, and are compared with reference.py, beside reference.py in bfloat16.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,7 @@ def target_log_probabilities(logits: ArrayLike, tokens: ArrayLike) -> Array:
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "src" / "lily" / "demo" / "lily-tales-22m-4bit"
 GOLDEN = ROOT / "tests" / "golden"
+KV = ("bf16", "f32", "int8")
 
 
 def core_logits(directory: Path, windows: Array, options: dict[str, str]) -> tuple[str, Array]:
@@ -72,6 +76,45 @@ def text_figures(logits: Array, golden: dict[str, Array]) -> dict[str, tuple[str
     }
 
 
+def rounding_figures(windows: Array, options: dict[str, str]) -> tuple[str, dict[str, tuple[str, float]]]:
+    """Compare a path that rounds activations, and the ideal one, with the truth over windows (N, T)."""
+    from lily import reference
+
+    runs: list[list[Array]] = []
+    device, logits = core_logits(DEMO, windows, options)
+    for window, ours in zip(windows, logits, strict=True):
+        truth = reference.Model(DEMO).logits(window)
+        yardstick = reference.Model(DEMO, dtype="bf16").logits(window)
+        runs.append(
+            [truth.argmax(-1) == run.argmax(-1) for run in (ours, yardstick)]
+            + [kl_divergence(truth, run) for run in (ours, yardstick)]
+            + [target_log_probabilities(run, window) for run in (truth, ours, yardstick)]
+        )
+    same, same_ideal, kl, kl_ideal, true, got, ideal = (
+        np.concatenate(parts) for parts in zip(*runs, strict=True)
+    )
+    return device, {
+        "demo, same best token": ("%", 100 * float(same.mean())),
+        "demo, same best token, yardstick": ("%", 100 * float(same_ideal.mean())),
+        "demo, perplexity difference": ("%", 100 * (perplexity(got) / perplexity(true) - 1)),
+        "demo, perplexity difference, yardstick": ("%", 100 * (perplexity(ideal) / perplexity(true) - 1)),
+        "demo, mean KL": ("nat", float(kl.mean())),
+        "demo, mean KL, yardstick": ("nat", float(kl_ideal.mean())),
+    }
+
+
+def show(
+    figures: dict[str, tuple[str, float]], options: dict[str, str], keep: bool, against: Callable[[str], str]
+) -> None:
+    """Print figures, and append them to bench/records if they are to be kept."""
+    for case, (unit, figure) in figures.items():
+        print(f"{options} {record.line(case, unit, record.summarise([figure]))}")
+        if keep:
+            record.append(
+                bench="agree", case=case, unit=unit, samples=[figure], options=options, note=against(case)
+            )
+
+
 def random_figures(preset: str, options: dict[str, str]) -> tuple[str, dict[str, tuple[str, float]]]:
     """Compare logits of a random checkpoint over its recorded tokens; return the device and the figure."""
     with np.load(GOLDEN / f"{preset}.npz") as golden:
@@ -87,30 +130,30 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m bench.agree", description="Compare the core with what mlx-lm computes in float32."
     )
     parser.add_argument("--record", action="store_true", help="append the figures to bench/records")
-    keep = parser.parse_args(arguments).record
+    parser.add_argument("--kernels", default="", help="the GPU kernels, made by `make kernels`")
+    parser.add_argument("--kv", choices=KV, action="append", help="what keys and values are kept in; all")
+    given = parser.parse_args(arguments)
     with np.load(GOLDEN / "demo.npz") as file:
         golden = dict(file)
-    for kv in ("bf16", "f32"):
-        options = {"kv": kv}
-        device, logits = core_logits(DEMO, golden["tokens"], options)
+    over = f"over {golden['tokens'].size} positions"
+    if given.kernels:
+        device, figures = rounding_figures(
+            golden["tokens"], {"device": "sim", "kernels": given.kernels, "kv": "bf16"}
+        )
+        note = f"reference.py, float64, {over}; the yardstick is reference.py in bfloat16"
+        show(figures, {"kv": "bf16", "device": device}, given.record, lambda _: note)
+        return
+
+    def against(case: str) -> str:
+        return f"mlx-lm 0.32.2, float32, {over if case.startswith('demo') else 'over 70 positions'}"
+
+    for kv in given.kv or KV:
+        device, logits = core_logits(DEMO, golden["tokens"], {"kv": kv})
         runs = [(device, text_figures(logits, golden))]
         if kv == "f32":
-            runs += [random_figures(preset, options) for preset in ("tiny", "small")]
+            runs += [random_figures(preset, {"kv": kv}) for preset in ("tiny", "small")]
         for device, figures in runs:
-            for case, (unit, figure) in figures.items():
-                print(f"kv={kv} {record.line(case, unit, record.summarise([figure]))}")
-                if keep:
-                    against = "mlx-lm 0.32.2, float32, over " + (
-                        f"{golden['tokens'].size} positions" if case.startswith("demo") else "70 positions"
-                    )
-                    record.append(
-                        bench="agree",
-                        case=case,
-                        unit=unit,
-                        samples=[figure],
-                        options={**options, "device": device},
-                        note=against,
-                    )
+            show(figures, {"kv": kv, "device": device}, given.record, against)
 
 
 if __name__ == "__main__":

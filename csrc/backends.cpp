@@ -41,6 +41,8 @@ const Kernels& choose(const std::string& simd) {
 std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, int rows, DType kv) {
     if (options.device == "sim")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
+    if (options.device == "cuda")
+        return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
     return std::make_unique<CpuOps>(weights, options.threads, rows, kv, choose(options.simd));
 }
 

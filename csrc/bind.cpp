@@ -47,6 +47,8 @@ void translate(const std::exception_ptr& exception, void*) {
         raise("ModelFilesError", error.what());
     } catch (const ContextError& error) {
         raise("ContextError", error.what());
+    } catch (const MemoryLimitError& error) {
+        raise("MemoryLimitError", error.what());
     } catch (const DeviceError& error) {
         raise("DeviceError", error.what());
     } catch (const Error& error) {
@@ -265,11 +267,12 @@ struct PySession {
 
     PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
         : options(options_of(given)), weights(checkpoint.weights) {
-        const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+        const DType kv = kv_type(options.kv);
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
         nb::gil_scoped_release no_gil;
-        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv);
+        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv,
+                                            options.decode_batch);
     }
 
     const LayerWeights& layer(int index) const {
@@ -309,6 +312,36 @@ nb::tuple layer_state(PySession& s, const State& state, int index) {
     return nb::make_tuple(first, second);
 }
 
+// A NumPy array of bytes that somebody else owns.
+nb::object byte_array(const std::shared_ptr<const std::byte>& bytes, size_t size) {
+    if (!bytes) return nb::none();
+    auto* share = new std::shared_ptr<const std::byte>(bytes);
+    const nb::capsule owner(
+        share, [](void* p) noexcept { delete static_cast<std::shared_ptr<const std::byte>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(bytes.get(), {size}, owner));
+}
+
+nb::tuple parts_of(PySession& s, const State& state) {
+    StateParts parts;
+    {
+        nb::gil_scoped_release no_gil;
+        parts = s.session->parts(state);
+    }
+    const StateLayout& layout = state.layout();
+    nb::list pages;
+    for (const auto& page : parts.pages) pages.append(byte_array(page, layout.page));
+    return nb::make_tuple(pages, byte_array(parts.recurrent, layout.recurrent),
+                          byte_array(parts.logits, layout.logits));
+}
+
+std::vector<State> restore(PySession& s, int file, size_t bytes, int64_t pages,
+                           const std::vector<std::tuple<int64_t, int64_t, int64_t>>& states) {
+    std::vector<SavedState> saved;
+    for (const auto& [length, recurrent, logits] : states) saved.push_back({length, recurrent, logits});
+    const nb::gil_scoped_release no_gil;
+    return s.session->restore(map_file(file, bytes), bytes, pages, saved);
+}
+
 // ---- One step at a time, for tests and benchmarks
 
 struct NamedActivation {
@@ -339,11 +372,13 @@ void set_activation(PySession& s, const std::string& name,
         throw std::invalid_argument(format("%s: wanted at most %lld rows of %lld, got %zu of %zu",
                                            name.c_str(), static_cast<long long>(t.shape[0]),
                                            static_cast<long long>(t.shape[1]), rows.shape(0), rows.shape(1)));
+    Ops& ops = s.session->ops();
+    auto* to = static_cast<std::byte*>(t.data);
     if (t.dtype == DType::f32) {
-        std::copy_n(rows.data(), rows.size(), t.as<float>());
+        ops.copy(to, reinterpret_cast<const std::byte*>(rows.data()), rows.size() * sizeof(float));
     } else {
-        std::transform(rows.data(), rows.data() + rows.size(), t.as<int32_t>(),
-                       [](float v) { return static_cast<int32_t>(v); });
+        const std::vector<int32_t> whole(rows.data(), rows.data() + rows.size());
+        ops.copy(to, reinterpret_cast<const std::byte*>(whole.data()), whole.size() * sizeof(int32_t));
     }
 }
 
@@ -351,9 +386,15 @@ FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
     const Tensor t = activation(s, name);
     if (static_cast<int64_t>(rows) > t.shape[0])
         throw std::invalid_argument("rows: more than the activation holds");
+    s.session->ops().finish();
     FloatArray out = new_array({rows, static_cast<size_t>(t.shape[1])});
-    for (size_t i = 0; i < out.size(); ++i)
-        out.data()[i] = t.dtype == DType::f32 ? t.as<float>()[i] : static_cast<float>(t.as<int32_t>()[i]);
+    std::vector<std::byte> held(out.size() * bytes_of(t.dtype));
+    s.session->ops().copy(held.data(), static_cast<const std::byte*>(t.data), held.size());
+    const auto* integers = reinterpret_cast<const int32_t*>(held.data());
+    if (t.dtype == DType::f32)
+        std::memcpy(out.data(), held.data(), held.size());
+    else
+        std::copy_n(integers, out.size(), out.data());
     return out;
 }
 
@@ -430,12 +471,38 @@ void bind_sampling(nb::module_& m) {
     "progress: collections.abc.Callable[[int, int], None] | None = None, " \
     "interrupt: collections.abc.Callable[[], None] | None = None"
 
+void bind_traffic(nb::module_& m) {
+    nb::class_<Traffic>(m, "Traffic", "What a dispatch asks of a stretch of memory: declared, and as seen.")
+        .def_ro("bytes", &Traffic::bytes, "Bound.")
+        .def_ro("reads", &Traffic::reads, "Declared: bytes of these that it reads, each counted once.")
+        .def_ro("writes", &Traffic::writes, "Declared: bytes that it writes.")
+        .def_ro("read_lines", &Traffic::read_lines, "Seen: distinct lines of 64 bytes that it read.")
+        .def_ro("written_lines", &Traffic::written_lines, "Seen: such lines that it wrote.")
+        .def_ro("asked_read", &Traffic::asked_read, "Seen: bytes that all threads together asked for.")
+        .def_ro("asked_written", &Traffic::asked_written, "Seen: bytes that all threads together gave.")
+        .def_ro("accesses", &Traffic::accesses, "Seen: accesses of SIMD-groups.")
+        .def_ro("sectors", &Traffic::sectors, "Seen: sectors of 32 bytes, each counted once an access.")
+        .def_ro("lines", &Traffic::lines, "Seen: lines of 128 bytes, each counted once an access.");
+    nb::class_<RecordedDispatch>(m, "Dispatch", "One launch of a GPU kernel.")
+        .def_ro("kernel", &RecordedDispatch::kernel)
+        .def_ro("stage", &RecordedDispatch::stage, "Barriers before it.")
+        .def_ro("groups", &RecordedDispatch::groups, "Threadgroups.")
+        .def_ro("threads", &RecordedDispatch::threads, "Of a threadgroup.")
+        .def_ro("memory", &RecordedDispatch::memory, "In the order of its declarations.");
+}
+
 void bind_session(nb::module_& m) {
     nb::class_<State>(m, "State", "Everything one sequence leaves behind after its tokens.")
         .def_prop_ro("length", &State::length, "Tokens taken in so far.")
         .def_prop_ro("nbytes", &State::bytes,
                      "Bytes of memory this state refers to, shared with forks or not.")
+        .def("fork", &State::fork,
+             "A copy that shares memory until one of the two is extended; of a state that nobody is "
+             "extending.")
         .def_prop_ro("has_logits", &State::has_logits, "Whether the logits of the last token are at hand.");
+    m.def(
+        "bytes_of", [](const std::vector<const State*>& states) { return bytes_of(std::span(states)); },
+        "states"_a, "Bytes of memory that some states refer to together: what they share counts once.");
 
     nb::class_<PySession>(m, "Session", "A checkpoint on a device, and the loops that drive it.")
         .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a,
@@ -450,6 +517,25 @@ void bind_session(nb::module_& m) {
             "Bytes allocated besides weights and states; fixed when the session is made.")
         .def_prop_ro(
             "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
+        .def_prop_ro(
+            "kept_bytes", [](PySession& s) { return s.session->kept().bytes(); },
+            "Bytes of the states that are kept, each block of memory once.")
+        .def(
+            "cost", [](PySession& s, const State& state) { return s.session->kept().cost(state); }, "state"_a,
+            "Bytes by which keeping a state would add to kept_bytes.")
+        .def(
+            "keep",
+            [](PySession& s, const State& state, size_t budget) {
+                s.session->check_own(state);
+                return s.session->kept().keep(state, budget);
+            },
+            "state"_a, "budget"_a,
+            "Count a state among those that are kept; False, and nothing done, if they would take up more "
+            "than "
+            "the budget.")
+        .def(
+            "let_go", [](PySession& s, const State& state) { s.session->kept().let_go(state); }, "state"_a,
+            "Undo keep.")
         .def(
             "new_state", [](PySession& s) { return s.session->new_state(); },
             nb::call_guard<nb::gil_scoped_release>())
@@ -460,19 +546,60 @@ void bind_session(nb::module_& m) {
         .def(
             "extend",
             [](PySession& s, State& state, const Tokens& tokens, const nb::object& progress,
-               const nb::object& interrupt) {
+               const nb::object& interrupt, const std::vector<int64_t>& checkpoints, int64_t end) {
                 const Call call(s);
                 const Progress report = progress_of(progress, s.ending);
                 const Interrupt check = interrupt_of(interrupt, s.ending);
                 nb::gil_scoped_release no_gil;
-                s.session->extend(state, span_of(tokens), report, check);
+                return s.session->extend(state, span_of(tokens), report, check, {checkpoints, end});
             },
             "state"_a, "tokens"_a, "progress"_a = nb::none(), "interrupt"_a = nb::none(),
-            "Take tokens in; the state then holds the last one's logits. progress is called between chunks, "
-            "interrupt every 50 ms or so; what they raise ends the work.",
+            "checkpoints"_a = std::vector<int64_t>(), "end"_a = 0,
+            "Take tokens in; the state then holds the last one's logits. Returns the states at the positions "
+            "that checkpoints names. end: where the prompt ends, if these are not its last tokens; then "
+            "there "
+            "are no logits. progress is called between chunks, interrupt every 50 ms or so; what they raise "
+            "ends the work.",
             nb::sig(
                 "def extend(self, state: State, tokens: numpy.typing.NDArray[numpy.int32], " LILY_CALLBACKS
-                ") -> None"))
+                ", checkpoints: collections.abc.Sequence[int] = (), end: int = 0) -> list[State]"))
+        .def_prop_ro(
+            "grid", [](PySession& s) { return s.session->grid(); },
+            "A prompt cut at multiples of it gets the bits of the prompt in one piece.")
+        .def(
+            "resumes",
+            [](PySession& s, int64_t position, int64_t end) { return s.session->resumes(position, end); },
+            "position"_a, "end"_a,
+            "Whether a prompt of `end` tokens that goes on from a checkpoint gets the bits that it has in "
+            "one "
+            "piece.")
+        .def_prop_ro(
+            "state_order", [](PySession& s) { return s.session->ops().state_order(); },
+            "Names how states are laid out; those of another order can't be restored.")
+        .def_prop_ro(
+            "state_sizes", [](PySession& s) { return s.session->sizes(); },
+            "Bytes of a page of 256 positions, of a copy of the recurrent states, and of logits.")
+        .def_prop_ro(
+            "state_bytes", [](PySession& s) { return s.session->ledger().live(); },
+            "Bytes of all its states that are alive, without what lies in mapped files.")
+        .def_prop_ro(
+            "state_peak", [](PySession& s) { return s.session->ledger().peak(); },
+            "The most that state_bytes has been since reset_state_peak().")
+        .def("reset_state_peak", [](PySession& s) { s.session->ledger().reset_peak(); })
+        .def_prop_rw(
+            "state_limit", [](PySession& s) { return s.session->ledger().limit(); },
+            [](PySession& s, int64_t bytes) { s.session->ledger().set_limit(bytes); },
+            "The most that state_bytes may be, or 0: what would need more raises MemoryLimitError.")
+        .def("parts", &parts_of, "state"_a,
+             "A state's memory as bytes that no other state writes: pages, recurrent states, logits or None.",
+             nb::sig("def parts(self, state: State) -> tuple[list[numpy.typing.NDArray[numpy.uint8]], "
+                     "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"))
+        .def("restore", &restore, "file"_a, "nbytes"_a, "pages"_a, "states"_a,
+             "Map a file by its descriptor and return the states that lie in it: pages from a byte on; for "
+             "each "
+             "state its length, and the bytes where its recurrent states and logits begin, -1 for none.",
+             nb::sig("def restore(self, file: int, nbytes: int, pages: int, states: "
+                     "collections.abc.Sequence[tuple[int, int, int]]) -> list[State]"))
         .def(
             "sample",
             [](PySession& s, State& state, const Sampling& sampling, const History* history,
@@ -539,7 +666,8 @@ void bind_session(nb::module_& m) {
                 if (!state.has_logits()) throw std::invalid_argument("the state holds no token's logits");
                 const auto vocab = static_cast<size_t>(s.weights->config.vocab);
                 FloatArray out = new_array({vocab});
-                std::copy_n(state.logits(), vocab, out.data());
+                std::vector<float> room;
+                std::ranges::copy(s.session->host_logits(state, room), out.data());
                 return out;
             },
             "state"_a, "The last token's logits, (V,) float32.")
@@ -554,9 +682,17 @@ void bind_session(nb::module_& m) {
                const History* history, const std::optional<Mask>& allowed) {
                 const Draw draw{position, history ? history->counts() : std::span<const TokenCount>(),
                                 span_of(allowed)};
-                return s.session->ops().sample({logits.data(), logits.size()}, sampling, draw);
+                Ops& ops = s.session->ops();
+                const size_t bytes = logits.size() * sizeof(float);
+                const Memory memory = ops.allocate(bytes);
+                ops.copy(memory.get(), reinterpret_cast<const std::byte*>(logits.data()), bytes);
+                ops.sample({reinterpret_cast<const float*>(memory.get()), logits.size()}, sampling, draw);
+                return ops.drawn();
             },
             "logits"_a, "sampling"_a, "position"_a, "history"_a = nb::none(), "allowed"_a = nb::none())
+        .def_prop_ro(
+            "_step_counts", [](PySession& s) { return s.session->turns().counts(); },
+            "Decode steps run, and the passes that they were run in.")
         .def(
             "end", [](PySession& s) { s.ending = true; },
             "Let calls under way end their threads at their next chance.")
@@ -565,6 +701,10 @@ void bind_session(nb::module_& m) {
         .def(
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
             "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
+        .def(
+            "_recorded", [](PySession& s) { return s.session->ops().recorded(); },
+            "The dispatches since the last call, as an instrumented simulator saw them; the first call "
+            "begins.")
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
         .def(
@@ -583,16 +723,26 @@ void bind_session(nb::module_& m) {
                 throw std::invalid_argument(format("position: wanted 0 to %lld, got %lld",
                                                    static_cast<long long>(config.max_positions - 1),
                                                    static_cast<long long>(position)));
-            std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, size_t>> list;
-            for (const RecordedDispatch& d : record_decode(config, options, position))
-                list.emplace_back(d.kernel, d.stage, d.groups, d.threads, d.bound_bytes);
-            return list;
+            return record_decode(config, options, position);
         },
         "directory"_a, "position"_a, "options"_a,
-        "The dispatches of a decode step for a folder's config.json: kernel, stage, groups, threads, bytes "
-        "bound.",
+        "The dispatches of the decode step at a position, for a folder's config.json: recorded dry.",
         nb::sig("def record_decode(directory: str | os.PathLike[str], position: int, "
-                "options: collections.abc.Mapping[str, str]) -> list[tuple[str, int, int, int, int]]"));
+                "options: collections.abc.Mapping[str, str]) -> list[Dispatch]"));
+    m.def(
+        "read_config",
+        [](const std::filesystem::path& directory) { return config_dict(read_config(directory.string())); },
+        "directory"_a, "The model's dimensions in a folder's config.json.",
+        nb::sig("def read_config(directory: str | os.PathLike[str]) -> dict[str, typing.Any]"));
+    m.def(
+        "_scratch_of_prefill",
+        [](const std::filesystem::path& directory, int64_t tokens,
+           const std::map<std::string, std::string>& given) {
+            return scratch_of_prefill(read_config(directory.string()), options_of(given), tokens);
+        },
+        "directory"_a, "tokens"_a, "options"_a,
+        nb::sig("def _scratch_of_prefill(directory: str | os.PathLike[str], tokens: int, "
+                "options: collections.abc.Mapping[str, str]) -> int"));
     m.def(
         "option_list",
         [] {
@@ -610,5 +760,6 @@ NB_MODULE(_core, m) {
     nb::register_exception_translator(lily::translate, nullptr);
     lily::bind_weights(m);
     lily::bind_sampling(m);
+    lily::bind_traffic(m);
     lily::bind_session(m);
 }

@@ -21,6 +21,11 @@ struct ContextError : Error {
     using Error::Error;
 };
 
+// States would take more memory than they may.
+struct MemoryLimitError : Error {
+    using Error::Error;
+};
+
 // The device refused or failed.
 struct DeviceError : Error {
     using Error::Error;

@@ -9,6 +9,7 @@
 
 #include "state.h"
 #include "tensor.h"
+#include "traffic.h"
 #include "weights.h"
 
 namespace lily {
@@ -19,11 +20,23 @@ struct Segment {
     int row;  // its first row in the batch
     int length;
     int64_t position;  // of its first token in the sequence
+    // Rows that kernels are chosen by: in a prompt, those from the border of the position grid's chunk to
+    // where the prompt or the chunk ends, so that a row goes the same way however its prompt is cut. 0:
+    // length.
+    int chunk_rows = 0;
+
+    int choice() const { return chunk_rows ? chunk_rows : length; }
 };
+
+// In the place of a token id: the token that Ops::sample drew last, which the device has and the host need
+// not know.
+constexpr int32_t kDrawn = -1;
+
+constexpr int kLogitRows = 32;  // that head gives at a time: enough to reuse a weight
 
 // T rows: one segment when a prompt is taken in, one or several of length 1 when sequences are continued.
 struct Batch {
-    std::span<const int32_t> tokens;  // (T)
+    std::span<const int32_t> tokens;  // (T); one row may be kDrawn
     std::span<const Segment> segments;
     int rows = 0;  // T
 
@@ -101,15 +114,24 @@ struct Ops {
     virtual int threads() const = 0;
     virtual int recurrent_copies() const = 0;  // 2: a step reads one and writes the other
     virtual size_t scratch_bytes() const = 0;  // all it allocated besides weights and states
+    // A prompt cut at multiples of it, its chunks too, gets the bits of the prompt in one piece.
+    virtual int grid() const = 0;
+    virtual std::string state_order() const = 0;  // names how it lays out pages and recurrent states
 
     // Zero-filled memory for states, and copies of it.
     virtual Memory allocate(size_t bytes) = 0;
-    virtual void copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
+    virtual void copy(std::byte* to, const std::byte* from,
+                      size_t bytes) = 0;              // either side may be the host's
+    virtual bool host_reads() const { return true; }  // whether that memory is the host's too
+    virtual bool maps_files() const = 0;  // whether states may lie in a mapped file; if not, they are copied
+    // Makes zeros of a page's positions from `position` on. The page is no state's.
+    virtual void clear_page(std::byte* page, int position) const = 0;
 
     // Before the steps of a pass, and after which their results may be read.
     virtual void begin(const Batch&) = 0;
     virtual void finish() = 0;
-    virtual void drop_barrier(int64_t) {}  // see Device
+    virtual void drop_barrier(int64_t) {}                            // see Device
+    virtual std::vector<RecordedDispatch> recorded() { return {}; }  // see Device
 
     // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
     virtual void embed(const Linear& embedding, const Batch&) = 0;
@@ -125,12 +147,15 @@ struct Ops {
     virtual void moe_down(const LayerWeights&,
                           const Batch&) = 0;  // down, weighted sum, shared expert, residual
 
-    // Final norm and head of rows [row, row + rows) into logits (rows, V) f32.
+    // Final norm and head of rows [row, row + rows), at most kLogitRows, into logits (rows, V) f32, memory of
+    // allocate().
     virtual void head(const Weights&, int row, int rows, float* logits) = 0;
-    // Draws a token from logits (V) f32 that this backend's head wrote. Every backend draws the same one:
-    // reference.py states each rounding. Throws DeviceError if a logit is not finite, std::invalid_argument
-    // if no token is left or an id is outside the vocabulary.
-    virtual int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
+    // Draws a token from logits (V) f32 in memory of allocate(). Every backend draws the same one:
+    // reference.py states each rounding. Throws std::invalid_argument for an id outside the vocabulary.
+    virtual void sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
+    // The token that sample drew last, once it is there. Throws DeviceError if a logit was not finite,
+    // std::invalid_argument if no token was left.
+    virtual int32_t drawn() = 0;
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).
@@ -138,6 +163,11 @@ struct Ops {
 };
 
 struct Options;
+
+// The type that the option kv names.
+inline DType kv_type(const std::string& name) {
+    return name == "f32" ? DType::f32 : name == "int8" ? DType::i8 : DType::bf16;
+}
 
 // rows: the largest T.  kv: what keys and values are kept in.
 std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv);

@@ -113,15 +113,17 @@ std::map<std::string, std::string> Options::values() const {
 }
 
 void Options::check() const {
-    one_of("device", device, "auto cpu sim");
-    one_of("kv", kv, "bf16 f32");
+    one_of("device", device, "auto cpu cuda sim");
+    one_of("kv", kv, "bf16 f32 int8");
     one_of("simd", simd, "auto avx512 avx2 plain");
     one_of("gdn_scan", gdn_scan, "registers packed chunked");
     in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);
+    in_range("checkpoint_tokens", checkpoint_tokens, 0, 1 << 30);
     in_range("flash_from", flash_from, 0, 1 << 30);
     in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("decode_batch", decode_batch, 1, 32);
     in_range("matmul_rows", matmul_rows, 2, 65537);
     one_of("expert_tile", text_of(expert_tile), "0 16 32");
 }

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "error.h"
-#include "fixed.h"
+#include "metal/fixed.h"
 
 namespace lily {
 
@@ -41,14 +41,7 @@ float largest(std::span<const float> x, bool finite) {
         top = std::max(top, order(value));
         magnitude = std::max(magnitude, std::bit_cast<int32_t>(value) & 0x7fffffff);
     }
-    if (finite && magnitude >= 0x7f800000) {
-        size_t i = 0;
-        while (x[i] - x[i] == 0) ++i;
-        throw DeviceError(
-            format("sample: wanted finite logits, got %g for token %zu of %zu; the weights are "
-                   "damaged, or the device failed",
-                   static_cast<double>(x[i]), i, x.size()));
-    }
+    if (finite && magnitude >= 0x7f800000) throw_not_finite(x);
     return from_order(top);
 }
 
@@ -62,13 +55,8 @@ void check_ids(const char* what, std::span<const Entry> entries, size_t vocab) {
 
 // The logits after mask, bias and penalties, in that order; -infinity for what is excluded.
 void adjust(std::span<float> x, const Sampling& s, const Draw& draw) {
-    if (!draw.allowed.empty()) {
-        LILY_CHECK(std::invalid_argument, draw.allowed.size() == (x.size() + 31) / 32,
-                   "allowed: wanted %zu words, a bit for each of %zu tokens, got %zu", (x.size() + 31) / 32,
-                   x.size(), draw.allowed.size());
-        for (size_t i = 0; i < x.size(); ++i)
-            if ((draw.allowed[i / 32] >> (i % 32) & 1) == 0) x[i] = -kInfinity;
-    }
+    for (size_t i = 0; i < x.size() && !draw.allowed.empty(); ++i)
+        if ((draw.allowed[i / 32] >> (i % 32) & 1) == 0) x[i] = -kInfinity;
     for (const auto& [token, bias] : s.bias) x[static_cast<size_t>(token)] += bias;
     const float inverse = 1 / s.repetition_penalty;
     for (const auto& [token, count] : draw.counts) {
@@ -91,33 +79,32 @@ class Drawing {
     Drawing(std::span<const float> x, float top, const Sampling& s, int64_t position)
         : x_(x),
           top_(top),
-          factor_(0x1p24f / std::max(s.temperature, 0x1p-20f)),
-          least_mass_(static_cast<uint64_t>(s.min_p * 0x1p40f)),
+          factor_(factor_of(s.temperature)),
+          least_mass_(least_mass_of(s.min_p)),
           seed_(s.seed),
           position_(static_cast<uint64_t>(position)) {}
 
     // (x - top) / temperature in 2^-24.
     int64_t scaled(float x) const { return static_cast<int32_t>(std::max((x - top_) * factor_, -0x1p30f)); }
     uint64_t mass_of(float x) const {
-        constexpr int64_t kNone = int64_t{-28} << 24;  // e^-28 is less than 2^-40
         const int64_t z = scaled(x);
-        return z < kNone ? 0 : mass(z);
+        return z < kNoMass ? 0 : mass(z);
     }
 
     // The one drawn of all tokens that are no worse than `last`.
     int32_t among_all(const Candidate& last) {
         const auto vocab = static_cast<int32_t>(x_.size());
         const auto first = static_cast<int32_t>(std::ranges::find(x_, top_) - x_.begin());
-        consider({top_, first}, block(first / 4)[static_cast<size_t>(first) % 4]);
+        consider({top_, first}, block(first / 4).word[first % 4]);
         for (int32_t start = 0; start < vocab; start += 4) {
             const int32_t end = std::min(start + 4, vocab);
             float most = -kInfinity;
             for (int32_t i = start; i < end; ++i) most = std::max(most, x_[static_cast<size_t>(i)]);
             if (most < last.x || scaled(most) + kLargestGumbel < score_) continue;
-            const auto words = block(start / 4);
+            const RandomWords words = block(start / 4);
             for (int32_t i = start; i < end; ++i) {
                 const Candidate candidate{x_[static_cast<size_t>(i)], i};
-                if (!better(last, candidate)) consider(candidate, words[static_cast<size_t>(i - start)]);
+                if (!better(last, candidate)) consider(candidate, words.word[i - start]);
             }
         }
         return token_;
@@ -126,18 +113,20 @@ class Drawing {
     int32_t among(std::span<const Candidate> candidates) {
         for (const Candidate& candidate : candidates) {
             const int32_t i = candidate.token;
-            if (scaled(candidate.x) + kLargestGumbel >= score_)
-                consider(candidate, block(i / 4)[static_cast<size_t>(i) % 4]);
+            if (scaled(candidate.x) + kLargestGumbel >= score_) consider(candidate, block(i / 4).word[i % 4]);
         }
         return token_;
     }
 
    private:
     // The random words of tokens 4 b to 4 b + 3.
-    std::array<uint32_t, 4> block(int32_t b) const {
-        return philox({static_cast<uint32_t>(b), static_cast<uint32_t>(position_),
-                       static_cast<uint32_t>(position_ >> 32), 0},
-                      static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32));
+    RandomWords block(int32_t b) const { return philox(static_cast<uint32_t>(b), position_, seed_); }
+
+    // A number that gumbel(word) is never above, for little work: -ln u is at least 1 - u, and that at least
+    // half the power of two that begins it.
+    static int64_t gumbel_bound(uint32_t word) {
+        constexpr int64_t kLn2Up = (kLn2 >> 32) + 1;  // in 2^-24
+        return (1 + std::countl_zero(~word)) * kLn2Up;
     }
 
     void consider(const Candidate& candidate, uint32_t word) {
@@ -181,12 +170,6 @@ void gather_best(std::span<const float> x, size_t k, std::vector<Candidate>& fou
     shrink();
 }
 
-// The part of a total that top_p stands for: total * floor(top_p 2^32) / 2^32.
-uint64_t part_of(uint64_t total, float top_p) {
-    const auto part = static_cast<uint64_t>(top_p * 0x1p32f);
-    return (total >> 32) * part + ((total & 0xffffffffu) * part >> 32);
-}
-
 // How many of candidates, best first, it takes to hold a mass; at least one.
 size_t count_holding(std::span<const Candidate> candidates, const Drawing& drawing, uint64_t wanted) {
     size_t count = 0;
@@ -206,7 +189,7 @@ Candidate last_holding(std::span<const float> x, const Drawing& drawing, float t
             scratch.masses[bin_of(value)] += m;
             total += m;
         }
-    const uint64_t wanted = std::max<uint64_t>(part_of(total, top_p), 1);
+    const uint64_t wanted = std::max<uint64_t>(part_of(total, parts_of(top_p)), 1);
     uint64_t held = 0;
     size_t bin = scratch.masses.size() - 1;
     while (held + scratch.masses[bin] < wanted) held += scratch.masses[bin--];
@@ -221,6 +204,33 @@ Candidate last_holding(std::span<const float> x, const Drawing& drawing, float t
 
 }  // namespace
 
+void check_draw(const Sampling& s, const Draw& draw, size_t vocab) {
+    check_ids<TokenBias>("logit_bias", s.bias, vocab);
+    check_ids<TokenCount>("history", draw.counts, vocab);
+    LILY_CHECK(std::invalid_argument, draw.allowed.empty() || draw.allowed.size() == (vocab + 31) / 32,
+               "allowed: wanted %zu words, a bit for each of %zu tokens, got %zu", (vocab + 31) / 32, vocab,
+               draw.allowed.size());
+}
+
+bool adjusts(const Sampling& s, const Draw& draw) {
+    const bool penalised = s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
+    return !draw.allowed.empty() || !s.bias.empty() || (penalised && !draw.counts.empty());
+}
+
+void throw_not_finite(std::span<const float> x) {
+    size_t i = 0;
+    while (x[i] - x[i] == 0) ++i;
+    throw DeviceError(
+        format("sample: wanted finite logits, got %g for token %zu of %zu; the weights are "
+               "damaged, or the device failed",
+               static_cast<double>(x[i]), i, x.size()));
+}
+
+void throw_none_left(size_t vocab) {
+    throw std::invalid_argument(
+        format("no token is left to draw; the mask and logit_bias exclude all %zu", vocab));
+}
+
 SampleScratch::SampleScratch(int vocab) : masses(size_t{1} << kBinBits) {
     adjusted.resize(static_cast<size_t>(vocab));
     candidates.reserve(static_cast<size_t>(vocab));
@@ -233,18 +243,15 @@ size_t SampleScratch::bytes() const {
 
 int32_t sample_token(std::span<const float> logits, const Sampling& s, const Draw& draw,
                      SampleScratch& scratch) {
-    check_ids<TokenBias>("logit_bias", s.bias, logits.size());
-    check_ids<TokenCount>("history", draw.counts, logits.size());
+    check_draw(s, draw, logits.size());
     float top = largest(logits, true);
     std::span<const float> x = logits;
-    const bool penalised = s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
-    if (!draw.allowed.empty() || !s.bias.empty() || (penalised && !draw.counts.empty())) {
+    if (adjusts(s, draw)) {
         scratch.adjusted.assign(logits.begin(), logits.end());
         adjust(scratch.adjusted, s, draw);
         x = scratch.adjusted;
         top = largest(x, false);
-        LILY_CHECK(std::invalid_argument, top > -kInfinity,
-                   "no token is left to draw; the mask and logit_bias exclude all %zu", x.size());
+        if (top == -kInfinity) throw_none_left(x.size());
     }
     if (s.temperature == 0) return static_cast<int32_t>(std::ranges::find(x, top) - x.begin());
 
@@ -256,7 +263,7 @@ int32_t sample_token(std::span<const float> logits, const Sampling& s, const Dra
             std::ranges::sort(scratch.candidates, better);
             uint64_t total = 0;
             for (const Candidate& candidate : kept) total += drawing.mass_of(candidate.x);
-            kept = kept.first(count_holding(kept, drawing, part_of(total, s.top_p)));
+            kept = kept.first(count_holding(kept, drawing, part_of(total, parts_of(s.top_p))));
         }
         return drawing.among(kept);
     }

@@ -1,6 +1,7 @@
 // Drawing a token on the host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -23,6 +24,27 @@ struct SampleScratch {
     std::vector<Candidate> candidates;  // at most V
     std::vector<uint64_t> masses;       // by bin of logits
 };
+
+// Settings in the units of metal/fixed.h: 2^24 / temperature; top_p below 1 in 2^-32; min_p in 2^-40.
+inline float factor_of(float temperature) {
+    return 0x1p24f / std::max(temperature, 0x1p-20f);
+}
+inline uint32_t parts_of(float top_p) {
+    return static_cast<uint32_t>(top_p * 0x1p32f);
+}
+inline uint64_t least_mass_of(float min_p) {
+    return static_cast<uint64_t>(min_p * 0x1p40f);
+}
+
+// Throws std::invalid_argument for an id outside the vocabulary or a mask of another size.
+void check_draw(const Sampling&, const Draw&, size_t vocab);
+
+// Whether logits are changed before a token is drawn from them.
+bool adjusts(const Sampling&, const Draw&);
+
+// What it means that no token could be drawn. Throw always.
+[[noreturn]] void throw_not_finite(std::span<const float> logits);
+[[noreturn]] void throw_none_left(size_t vocab);
 
 int32_t sample_token(std::span<const float> logits, const Sampling&, const Draw&, SampleScratch&);
 

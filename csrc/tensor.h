@@ -9,13 +9,17 @@
 
 namespace lily {
 
-enum class DType : uint8_t { u32, i32, bf16, f16, f32 };
+enum class DType : uint8_t { u32, i32, bf16, f16, f32, i8 };
 
 constexpr size_t bytes_of(DType dtype) {
-    return dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
+    return dtype == DType::i8 ? 1 : dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
+}
+// Of what keys and values are kept in: int8 has a float32 scale a row, the largest magnitude over 127.
+constexpr size_t bytes_of_scale(DType kv) {
+    return kv == DType::i8 ? 4 : 0;
 }
 constexpr const char* name_of(DType dtype) {
-    constexpr const char* kNames[] = {"u32", "i32", "bf16", "f16", "f32"};
+    constexpr const char* kNames[] = {"u32", "i32", "bf16", "f16", "f32", "i8"};
     return kNames[static_cast<int>(dtype)];
 }
 

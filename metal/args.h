@@ -100,8 +100,9 @@ struct MoeCombine {
     uint experts_per_token;
 };
 
-// A sequence of the batch: its tokens in this pass, and where its recurrent states lie, of all layers one after another.
-// A pass reads one copy and writes the other. Attention finds its pages in a table of their addresses.
+// A sequence of the batch: its tokens in this pass, and where its recurrent states lie, of all layers one
+// after another. A pass reads one copy and writes the other. Attention finds its pages in a table of their
+// addresses.
 struct Sequence {
     LILY_DEVICE float* now;   // (layers, conv (C - 1, channels) then S (Hv, Dv, Dk))
     LILY_DEVICE float* next;  // the same
@@ -134,8 +135,40 @@ struct Attention {
     uint y_stride;
 };
 
-// Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees and on
-// nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on, kFixedSpan each.
+// A token that is drawn with other logits than the head gave.
+struct Edit {
+    uint token;
+    float bias;
+    uint penalised;  // whether it was generated before
+    float penalty;   // what is subtracted then
+};
+
+struct Adjust {
+    uint vocab;
+    uint edits;
+    uint masked;                // whether there is a mask
+    float repetition, inverse;  // the factor of a negative logit, and of another
+};
+
+struct Sample {
+    uint vocab;
+    uint blocks;         // of kLogitBlock logits
+    float factor;        // 2^24 / temperature; 0: the best token
+    uint top_k;          // 0: all
+    uint has_part;       // whether top_p is below 1
+    uint part;           // top_p in 2^-32
+    uint least_mass[2];  // min_p in 2^-40: these are the low and the high half
+    uint seed[2], position[2];
+    uint embeds;  // whether the token's row of the embedding is looked up
+    Matrix embedding;
+};
+
+enum { kLogitBlock = 32 };                      // logits whose best the head notes
+enum { kNotFiniteToken = -1, kNoToken = -2 };   // what sample leaves where there is none
+
+// Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees
+// and on nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on,
+// kFixedSpan each.
 enum { kOneSpan = 256, kFixedSpan = 1024 };
 
 inline uint span_of(uint seen, uint fixed_from) {

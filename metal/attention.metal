@@ -3,9 +3,9 @@
 // lie in pages of 256 positions, (G, 256, Dh) each, of which a table has the addresses. Every sum runs
 // over a grid of positions that starts at 0 and does not depend on the other rows of a dispatch, so a
 // row's bits do not either.
-#include "fragment.h"
 #include "norm.h"
 #include "quant.h"
+#include "tile.h"
 
 using namespace lily;
 
@@ -21,13 +21,45 @@ struct Page {
     device uchar* data;
 };
 
+// How keys and values are kept: as numbers, or, in int8, as multiples of a row's scale. The scales of a
+// head's 256 rows follow them, so a row's lies 4 (position % kPage) bytes behind the last row's end.
+template <typename KV>
+struct Kept {
+    enum { kScaled = 0, kNumbersOfScale = 0 };
+};
+template <>
+struct Kept<char> {
+    enum { kScaled = 1, kNumbersOfScale = 4 };
+};
+
 // A head's key at a position. Those of later positions of the page follow it; its value lies p.plane
 // numbers further.
 template <typename KV>
 METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head,
                              uint position) {
     device KV* layer = (device KV*)pages[position / kPage].data + 2 * p.layer * p.plane;
-    return layer + (kv_head * kPage + position % kPage) * p.head_dim;
+    return layer + kv_head * kPage * (p.head_dim + Kept<KV>::kNumbersOfScale) + position % kPage * p.head_dim;
+}
+
+// The scale of a row, key or value, at a position.
+template <typename KV>
+METAL_FUNC device float* scale_of(device KV* row, uint Dh, uint position) {
+    const uint slot = position % kPage;
+    return (device float*)(row + (kPage - slot) * Dh) + slot;
+}
+
+// A lane's numbers of a row as they are kept, as floats, and the row's scale: 1 unless it is scaled.
+template <typename KV, ushort N>
+METAL_FUNC float keep(thread float* x) {
+    if (!Kept<KV>::kScaled) {
+        for (ushort i = 0; i < N; ++i) x[i] = float(KV(x[i]));
+        return 1;
+    }
+    float most = 0;
+    for (ushort i = 0; i < N; ++i) most = max(most, abs(x[i]));
+    const float scale = simd_max(most) / 127.0f;
+    for (ushort i = 0; i < N; ++i) x[i] = scale > 0.0f ? rint(x[i] / scale) : 0.0f;
+    return scale;
 }
 
 // A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N
@@ -72,6 +104,24 @@ METAL_FUNC void load(device const T* row, uint Dh, ushort lane, thread float* x)
     }
 }
 
+// An element of attn_mix_flash's result: divided by its row's sum, gated, and written if there is such a row.
+struct Finish {
+    constant args::Attention& p;
+    device const float* qg;
+    device float* mixed;
+    threadgroup const float* totals;  // of the tile's rows
+    uint first, last;                 // the tile's first row, and the last that there is
+    uint kv_head, column;             // the tile's first dimension
+
+    METAL_FUNC void operator()(ushort r, ushort c, float value) const {
+        if (first + r > last) return;
+        const uint shared = p.heads / p.kv_heads, Dh = p.head_dim, d = column + c;
+        const uint t = (first + r) / shared, head = kv_head * shared + (first + r) % shared;
+        const float gate = sigmoid(qg[((t * p.heads + head) * 2 + 1) * Dh + d]);
+        mixed[t * p.y_stride + head * Dh + d] = value / totals[r] * gate;
+    }
+};
+
 }  // namespace
 
 // attn_mix of several rows of a sequence, first part: a SIMD-group norms and turns one key/value head's
@@ -96,7 +146,13 @@ template <typename KV, ushort N>
     } else {
         for (ushort i = 0; i < N; ++i) key[i] = value[i] = 0;
     }
-    device KV* out = key_at<KV>(pages, p, kv_head, sequences[0].position + t);
+    const uint position = sequences[0].position + t;
+    device KV* out = key_at<KV>(pages, p, kv_head, position);
+    const float key_scale = keep<KV, N>(key), value_scale = keep<KV, N>(value);
+    if (Kept<KV>::kScaled && lane == 0) {
+        *scale_of(out, Dh, position) = key_scale;
+        *scale_of(out + p.plane, Dh, position) = value_scale;
+    }
     for (ushort i = 0; i < N; ++i) {
         const uint d = lane * N + i;
         if (d >= Dh) break;
@@ -123,13 +179,15 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
                                device const float2* turns              [[buffer(6)]],  // (rows, R / 2)
                                device const args::Sequence* sequences  [[buffer(7)]],  // (rows or 1)
                                device const Page* tables               [[buffer(8)]],  // (as many, p.pages)
-                               device float* partial                   [[buffer(9)]],  // (rows, H, spans, Dh + 2)
+                               // (rows, H, spans, Dh + 2)
+                               device float* partial                   [[buffer(9)]],
                                device float* mixed                     [[buffer(10)]], // (rows, y_stride)
                                uint3 group                             [[threadgroup_position_in_grid]],
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
                                ushort lane                             [[thread_index_in_simdgroup]]) {
     constexpr ushort kWidth = N * kSimd;
     threadgroup float queries[kHeads * kWidth], own[2 * kWidth];  // own: key and value of the row
+    threadgroup float own_scales[2];
     threadgroup float tops[kSimds * kHeads], totals[kSimds * kHeads], parts[kSimds * kHeads * kWidth];
 
     const uint Dh = p.head_dim, shared = p.heads / p.kv_heads, blocks = (shared + kHeads - 1) / kHeads;
@@ -155,10 +213,19 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         normed<N>(k + in, k_norm, turns + row * (p.rotary_dim / 2), p, lane, key);
         load<false, N>(v + in, Dh, lane, value);
         device KV* out = key_at<KV>(pages, p, kv_head, position);
+        const float key_scale = keep<KV, N>(key), value_scale = keep<KV, N>(value);
+        if (Kept<KV>::kScaled && lane == 0) {
+            own_scales[0] = key_scale;
+            own_scales[1] = value_scale;
+            if (first == 0) {
+                *scale_of(out, Dh, position) = key_scale;
+                *scale_of(out + p.plane, Dh, position) = value_scale;
+            }
+        }
         for (ushort i = 0; i < N; ++i) {
             const uint d = lane * N + i;
-            own[d] = float(KV(key[i]));
-            own[kWidth + d] = float(KV(value[i]));
+            own[d] = key[i];
+            own[kWidth + d] = value[i];
             if (first != 0 || d >= Dh) continue;
             out[d] = KV(key[i]);
             out[p.plane + d] = KV(value[i]);
@@ -185,10 +252,14 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
             } else if (present) {
                 load<kWide, N>(keys + j * Dh, Dh, lane, x);
             }
+            float scale = 1;
+            if (Kept<KV>::kScaled && present)
+                scale = is_own ? own_scales[0] : *scale_of(keys + j * Dh, Dh, run + j);
             for (ushort h = 0; h < kHeads; ++h) {
                 float score = 0;
                 for (ushort i = 0; i < N && present; ++i) score = fma(q[h][i], x[i], score);
                 share[h][j] = present ? simd_sum(score) : -INFINITY;
+                if (Kept<KV>::kScaled) share[h][j] *= scale;
             }
         }
         for (ushort h = 0; h < kHeads; ++h) {
@@ -205,10 +276,15 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         }
         for (ushort j = 0; j < kKeys; ++j) {
             if (run + j >= end) break;
-            if (appends && run + j == position) {
+            const bool is_own = appends && run + j == position;
+            if (is_own) {
                 for (ushort i = 0; i < N; ++i) x[i] = own[kWidth + lane * N + i];
             } else {
                 load<kWide, N>(keys + p.plane + j * Dh, Dh, lane, x);
+            }
+            if (Kept<KV>::kScaled) {
+                const float scale = is_own ? own_scales[1] : *scale_of(keys + p.plane + j * Dh, Dh, run + j);
+                for (ushort h = 0; h < kHeads; ++h) share[h][j] *= scale;
             }
             for (ushort h = 0; h < kHeads; ++h)
                 for (ushort i = 0; i < N; ++i) y[h][i] = fma(share[h][j], x[i], y[h][i]);
@@ -256,7 +332,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
 // the maxima and sums of all spans, which each thread reads anew, are few. The grid is (H, rows).
 [[kernel]] void attn_mix_merge(constant args::Attention& p             [[buffer(0)]],
                                device const args::Sequence* sequences  [[buffer(1)]],  // (rows or 1)
-                               device const float* partial             [[buffer(2)]],  // (rows, H, spans, Dh + 2)
+                               // (rows, H, spans, Dh + 2)
+                               device const float* partial             [[buffer(2)]],
                                device const float* qg                  [[buffer(3)]],  // (rows, H, 2, Dh)
                                device float* mixed                     [[buffer(4)]],  // (rows, y_stride)
                                uint2 group                             [[threadgroup_position_in_grid]],
@@ -282,8 +359,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
 
 // attn_mix of many rows of a sequence, second part: a threadgroup takes kRows query rows that share a
 // key/value head, its heads token by token, and walks the positions in blocks of kBlock from 0, with a
-// softmax that keeps a running maximum and sum. Scores and results go through fragments of bf16 with
-// float32 sums: a SIMD-group makes the scores of every row with a quarter of the block's keys, then the
+// softmax that keeps a running maximum and sum. Scores and results go through tiles of bf16 with float32
+// sums: a SIMD-group makes the scores of every row with a quarter of the block's keys, then the
 // results of every row in a quarter of the dimensions, so that it alone reads those keys and values,
 // straight from their page; between the two, four threads a row turn scores into bf16 shares in
 // threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row
@@ -302,12 +379,11 @@ template <ushort Dh>
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
                                ushort lane                             [[thread_index_in_simdgroup]]) {
     constexpr ushort N = Dh / kSimd, kThreadsOfRow = kSimds * kSimd / kRows;
-    constexpr ushort kRowTiles = kRows / kTile, kKeyTiles = kBlock / kSimds / kTile;
-    constexpr ushort kColumns = Dh / kSimds, kTiles = kColumns / kTile;
+    constexpr ushort kRowTiles = kRows / kTile, kColumns = Dh / kSimds, kTiles = kColumns / kTile;
     constexpr ushort kQueryStride = Dh + 8, kScoreStride = kBlock + 4, kShareStride = kBlock + 8;
+    static_assert(kBlock == kSimds * kTile, "a SIMD-group makes the scores of one tile of keys");
     threadgroup bfloat queries[kRows * kQueryStride], shares[kRows * kShareStride];
-    threadgroup float scores[kRows * kScoreStride], totals[kRows];
-    threadgroup float shrinks[kRowTiles * kSquare];  // a diagonal matrix for each tile of rows
+    threadgroup float scores[kRows * kScoreStride], totals[kRows], shrinks[kRowTiles * kScale];
 
     const uint shared = p.heads / p.kv_heads, rows = p.tokens * shared, kv_head = group.y;
     const uint first = group.x * kRows, last = min(first + kRows, rows) - 1;
@@ -319,36 +395,31 @@ template <ushort Dh>
         for (ushort i = 0; i < N; ++i)  // so that exp2 of a score is what exp of the unscaled one would be
             queries[r * kQueryStride + lane * N + i] = bfloat(x[i] * precise::rsqrt(float(Dh)) * M_LOG2E_F);
     }
-    for (ushort i = thread_index; i < kRowTiles * kSquare; i += kSimds * kSimd) shrinks[i] = 0;
+    for (ushort i = thread_index; i < kRowTiles * kScale; i += kSimds * kSimd) shrinks[i] = 0;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const ushort row = thread_index / kThreadsOfRow, part = thread_index % kThreadsOfRow;  // of the softmax
     const uint seen = sequences[0].position + min(first + row, last) / shared + 1;
     float top = -INFINITY, total = 0;
-    Fragment<float> y[kRowTiles][kTiles];
+    PlainSum y[kRowTiles][kTiles];
     for (ushort r = 0; r < kRowTiles; ++r)
-        for (ushort d = 0; d < kTiles; ++d) y[r][d] = zeros();
+        for (ushort d = 0; d < kTiles; ++d) y[r][d].clear();
 
     for (uint begin = 0; begin < end; begin += kBlock) {
-        device const bfloat* keys = key_at<bfloat>(pages, p, kv_head, begin);
-        Fragment<float> score[kRowTiles][kKeyTiles];
-        for (ushort r = 0; r < kRowTiles; ++r)
-            for (ushort c = 0; c < kKeyTiles; ++c) score[r][c] = zeros();
-        const ushort column = simd * kKeyTiles * kTile;  // this SIMD-group's first key of the block
-        for (ushort d = 0; d < Dh; d += kTile) {
-            Fragment<bfloat> key[kKeyTiles], query;
-            for (ushort c = 0; c < kKeyTiles; ++c)
-                simdgroup_load(key[c], keys + (column + c * kTile) * Dh + d, Dh, ulong2(0, 0), true);
+        device bfloat* keys = key_at<bfloat>(pages, p, kv_head, begin);
+        Sum score[kRowTiles];
+        for (ushort r = 0; r < kRowTiles; ++r) score[r].clear();
+        for (ushort d = 0; d < Dh; d += kDepth) {
+            Right key;
+            key.load_transposed(keys + simd * kTile * Dh + d, Dh);
             for (ushort r = 0; r < kRowTiles; ++r) {
-                simdgroup_load(query, queries + r * kTile * kQueryStride + d, kQueryStride);
-                for (ushort c = 0; c < kKeyTiles; ++c)
-                    simdgroup_multiply_accumulate(score[r][c], query, key[c], score[r][c]);
+                Left query;
+                query.load(queries + r * kTile * kQueryStride + d, kQueryStride);
+                score[r].add(query, key);
             }
         }
         for (ushort r = 0; r < kRowTiles; ++r)
-            for (ushort c = 0; c < kKeyTiles; ++c)
-                simdgroup_store(score[r][c], scores + r * kTile * kScoreStride + column + c * kTile,
-                                kScoreStride);
+            score[r].store(scores + r * kTile * kScoreStride + simd * kTile, kScoreStride);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float x[kBlock / kThreadsOfRow], highest = top, sum = 0;
@@ -368,44 +439,34 @@ template <ushort Dh>
         const float shrink = precise::exp2(top - highest);
         total = fma(total, shrink, sum);
         top = highest;
-        if (part == 0) shrinks[row / kTile * kSquare + row % kTile * (kTile + 1)] = shrink;
+        if (part == 0) RowScale::put(shrinks + row / kTile * kScale, row % kTile, shrink);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         for (ushort r = 0; r < kRowTiles; ++r) {
-            Fragment<float> shrinking, before;
-            simdgroup_load(shrinking, shrinks + r * kSquare, kTile);
-            for (ushort d = 0; d < kTiles; ++d) {
-                before = y[r][d];
-                simdgroup_multiply(y[r][d], shrinking, before);
-            }
+            RowScale shrinking;
+            shrinking.load(shrinks + r * kScale);
+            for (ushort d = 0; d < kTiles; ++d) y[r][d].scale(shrinking);
         }
-        device const bfloat* values = keys + p.plane + simd * kTiles * kTile;
-        for (ushort c = 0; c < kBlock; c += kTile) {
-            Fragment<bfloat> share[kRowTiles], value;
+        device bfloat* values = keys + p.plane + simd * kColumns;
+        for (ushort c = 0; c < kBlock; c += kDepth) {
+            Left share[kRowTiles];
             for (ushort r = 0; r < kRowTiles; ++r)
-                simdgroup_load(share[r], shares + r * kTile * kShareStride + c, kShareStride);
+                share[r].load(shares + r * kTile * kShareStride + c, kShareStride);
             for (ushort d = 0; d < kTiles; ++d) {
-                simdgroup_load(value, values + c * Dh + d * kTile, Dh);
-                for (ushort r = 0; r < kRowTiles; ++r)
-                    simdgroup_multiply_accumulate(y[r][d], share[r], value, y[r][d]);
+                PlainRight value;
+                value.load(values + c * Dh + d * kTile, Dh);
+                for (ushort r = 0; r < kRowTiles; ++r) y[r][d].add(share[r], value);
             }
         }
     }
     if (part == 0) totals[row] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    threadgroup float* own = scores + simd * kTile * kColumns;  // a tile of rows, of its own dimensions
-    for (ushort r = 0; r < kRowTiles; ++r) {
-        for (ushort d = 0; d < kTiles; ++d) simdgroup_store(y[r][d], own + d * kTile, kColumns);
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        for (ushort i = lane; i < kTile * kColumns; i += kSimd) {
-            const uint in_tile = r * kTile + i / kColumns, d = simd * kColumns + i % kColumns;
-            if (first + in_tile > last) break;
-            const uint t = (first + in_tile) / shared, head = kv_head * shared + (first + in_tile) % shared;
-            const float gate = sigmoid(qg[((t * p.heads + head) * 2 + 1) * Dh + d]);
-            mixed[t * p.y_stride + head * Dh + d] = own[i] / totals[in_tile] * gate;
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
+    threadgroup float* stage = scores + simd * kStage;
+    for (ushort r = 0; r < kRowTiles; ++r)
+        for (ushort d = 0; d < kTiles; ++d)
+            y[r][d].each(Finish{p, qg, mixed, totals + r * kTile, first + r * kTile, last, kv_head,
+                                uint(simd) * kColumns + d * kTile},
+                         stage, lane);
 }
 
 #define instantiate_attn_mix_place(name, KV, n)                         \
@@ -426,6 +487,10 @@ instantiate_attn_mix(f32, float, 1)
 instantiate_attn_mix(f32, float, 2)
 instantiate_attn_mix(f32, float, 4)
 instantiate_attn_mix(f32, float, 8)
+instantiate_attn_mix(int8, char, 1)
+instantiate_attn_mix(int8, char, 2)
+instantiate_attn_mix(int8, char, 4)
+instantiate_attn_mix(int8, char, 8)
 instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
 instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
 

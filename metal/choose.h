@@ -12,29 +12,32 @@ constant constexpr ushort kMaxChosen = 32;  // experts of a token
 // named: every id is one that exists.
 METAL_FUNC void choose(threadgroup float* logits, uint E, uint K, ushort lane, threadgroup uint* expert,
                        threadgroup float* weight) {
-    float best = 0, total = 0;
+    float largest = -INFINITY, best = 0, total = 0, mine = 0;
+    uint id = E - 1;
+    bool stale = true;  // whether this lane's largest is to be found again, among every 32nd expert
     for (uint k = 0; k < K; ++k) {
-        float value = -INFINITY;
-        uint id = E - 1;
-        for (uint e = lane; e < E; e += kSimd)
-            if (logits[e] > value) {
-                value = logits[e];
-                id = e;
-            }
-        const float largest = simd_max(value);
-        const uint chosen = simd_min(value == largest ? id : E - 1);
-        if (k == 0) best = largest;
-        const float share = precise::exp(largest - best);
-        total += share;
-        simdgroup_barrier(mem_flags::mem_threadgroup);  // all have read before one writes
-        if (lane == 0) {
-            expert[k] = chosen;
-            weight[k] = share;
-            logits[chosen] = -INFINITY;
+        if (stale) {
+            largest = -INFINITY;
+            id = E - 1;
+            for (uint e = lane; e < E; e += kSimd)
+                if (logits[e] > largest) {
+                    largest = logits[e];
+                    id = e;
+                }
         }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
+        const float most = simd_max(largest);
+        const uint chosen = simd_min(largest == most ? id : E - 1);
+        if (k == 0) best = most;
+        const float share = precise::exp(most - best);
+        total += share;
+        stale = chosen % kSimd == lane;
+        if (stale) logits[chosen] = -INFINITY;  // a lane writes only where it alone reads
+        if (lane == k) {
+            expert[k] = chosen;
+            mine = share;
+        }
     }
-    for (uint k = lane; k < K; k += kSimd) weight[k] /= total;
+    if (lane < K) weight[lane] = mine / total;
 }
 
 }  // namespace lily

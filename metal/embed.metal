@@ -3,7 +3,8 @@
 
 using namespace lily;
 
-// x[t] = E[tokens[t]]. A threadgroup takes one token, a thread every 256th column.
+// x[t] = E[tokens[t]]. A threadgroup takes one token, a thread every 256th column. A draw that failed left a
+// negative token, which somebody reports once the pass that took it is done.
 [[kernel]] void embed(constant args::Embed& a          [[buffer(0)]],
                       device const int* tokens         [[buffer(1)]],  // (T)
                       device const uchar* weight       [[buffer(2)]],  // (V, D) as stored
@@ -14,6 +15,7 @@ using namespace lily;
                       uint thread_index                [[thread_index_in_threadgroup]],
                       uint threads                     [[threads_per_threadgroup]]) {
     const Weights w = {weight, scales, biases};
-    const uint columns = a.embedding.columns;
-    for (uint k = thread_index; k < columns; k += threads) x[t * columns + k] = element(w, a.embedding, uint(tokens[t]), k);
+    const uint columns = a.embedding.columns, row = uint(max(tokens[t], 0));
+    for (uint k = thread_index; k < columns; k += threads)
+        x[t * columns + k] = element(w, a.embedding, row, k);
 }

@@ -199,7 +199,9 @@ template <class B>
     const TwoMatrices w = {{{gate_weight, gate_scales, gate_biases}, p.gate, row, F - column},
                            {{up_weight, up_scales, up_biases}, p.up, row, F - column}};
     multiply(out, LeftRows<bfloat>{h, start}, tile.rows, w, D, slabs, stage, thread_index, simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],
@@ -237,7 +239,9 @@ template <class B>
     threadgroup float* stage = stages + simd * kStage;
     const OneMatrix w = {{weight, scales, biases}, p.down, tile.expert * D + column, D - column};
     multiply(out, LeftRows<float>{hidden, start}, tile.rows, w, F, slabs, stage, thread_index, simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
                 StorePart{part, assignment, out.row(simd, r), column + out.column(simd, c), tile.rows, D},

@@ -51,6 +51,48 @@ METAL_FUNC float lanes_sum(float x) {
     return x;
 }
 
+// The column of a lane's i-th number of N, where kLanes lanes share a row: they take runs of four in turn, or
+// single numbers if that is too few, so that together they load consecutive bytes.
+template <ushort kLanes, ushort N>
+METAL_FUNC uint column_of(ushort lane, ushort i) {
+    constexpr ushort kRun = N < 4 ? 1 : 4;
+    return (i / kRun * kLanes + lane % kLanes) * kRun + i % kRun;
+}
+
+// A lane's numbers of a row of Dk, zeros past its end. Dk is a multiple of 16.
+template <ushort kLanes, ushort N>
+METAL_FUNC void load_columns(device const float* row, uint Dk, bool present, ushort lane, thread float* x) {
+    if (N < 4) {
+        for (ushort i = 0; i < N; ++i) {
+            const uint column = column_of<kLanes, N>(lane, i);
+            x[i] = present && column < Dk ? row[column] : 0.0f;
+        }
+        return;
+    }
+    for (ushort i = 0; i < N; i += 4) {
+        const uint column = column_of<kLanes, N>(lane, i);
+        float4 run = 0;
+        if (present && column < Dk) run = *(device const float4*)(row + column);
+        for (ushort j = 0; j < 4; ++j) x[i + j] = run[j];
+    }
+}
+
+template <ushort kLanes, ushort N>
+METAL_FUNC void store_columns(device float* row, uint Dk, bool present, ushort lane, thread const float* x) {
+    if (!present) return;
+    if (N < 4) {
+        for (ushort i = 0; i < N; ++i) {
+            const uint column = column_of<kLanes, N>(lane, i);
+            if (column < Dk) row[column] = x[i];
+        }
+        return;
+    }
+    for (ushort i = 0; i < N; i += 4) {
+        const uint column = column_of<kLanes, N>(lane, i);
+        if (column < Dk) *(device float4*)(row + column) = float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+}
+
 }  // namespace
 
 // gdn_mix of a few tokens: convolution, norms, gates and the rule in one kernel, with S k and S q from one
@@ -90,11 +132,10 @@ template <ushort N>
     device float* S_out = conv_out + (C - 1) * channels;
 
     const uint row = simd * kRowsOfLanes + lane / kLanesOfRow;  // of this threadgroup's rows of S
-    const uint part = lane % kLanesOfRow * N;                   // this lane's first column
     const bool present = row < values;
-    const uint at = (head * Dv + first_value + row) * Dk + part;
+    const uint at = (head * Dv + first_value + row) * Dk;
     float S[N];
-    for (ushort i = 0; i < N; ++i) S[i] = present && part + i < Dk ? S_in[at + i] : 0.0f;
+    load_columns<kLanesOfRow, N>(S_in + at, Dk, present, lane, S);
     for (uint i = Dk + thread_index; i < kLanesOfRow * N; i += threads) q[i] = k[i] = 0;
 
     const float rate = precise::exp(a_log[head]);
@@ -133,8 +174,9 @@ template <ushort N>
         const float beta = sigmoid(all_b[gate]);
         float Sk = 0, Sq = 0;
         for (ushort i = 0; i < N; ++i) {
-            Sk = fma(S[i], k[part + i], Sk);
-            Sq = fma(S[i], q[part + i], Sq);
+            const uint column = column_of<kLanesOfRow, N>(lane, i);
+            Sk = fma(S[i], k[column], Sk);
+            Sq = fma(S[i], q[column], Sq);
         }
         Sk = lanes_sum<kLanesOfRow>(Sk);
         Sq = lanes_sum<kLanesOfRow>(Sq);
@@ -143,11 +185,11 @@ template <ushort N>
             all_y[(first_row + t) * p.y_stride + head * Dv + first_value + row] =
                 fma(d, scales[2], decay * (Sq * scales[0]));
         const float dk = d * scales[1];
-        for (ushort i = 0; i < N; ++i) S[i] = fma(dk, k[part + i], decay * S[i]);
+        for (ushort i = 0; i < N; ++i)
+            S[i] = fma(dk, k[column_of<kLanesOfRow, N>(lane, i)], decay * S[i]);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // q, k and v are written again
     }
-    for (ushort i = 0; i < N; ++i)
-        if (present && part + i < Dk) S_out[at + i] = S[i];
+    store_columns<kLanesOfRow, N>(S_out + at, Dk, present, lane, S);
 
     const bool keeps_keys = group.x == 0 && head % share == 0;
     for (uint i = thread_index + (keeps_keys ? 0 : 2 * Dk); i < 2 * Dk + values; i += threads) {
@@ -231,23 +273,21 @@ template <ushort kLanes, ushort N>
     const uint Dk = p.key_dim, Dv = p.value_dim, channels = channels_of(p), tokens = sequences[0].tokens;
     const uint head = group.y, key_head = head / (p.value_heads / p.key_heads);
     const uint value = (group.x * kSimds + simd) * kRows + lane / kLanes;  // of the head: the row of S
-    const uint part = lane % kLanes * N;
     const bool present = value < Dv;
-    const uint conv = (p.taps - 1) * channels, at = (head * Dv + value) * Dk + part;
+    const uint conv = (p.taps - 1) * channels, at = (head * Dv + value) * Dk;
     device const float* S_in = sequences[0].now + p.layer * p.state + conv;
     device float* S_out = sequences[0].next + p.layer * p.state + conv;
     float S[N];
-    for (ushort i = 0; i < N; ++i) S[i] = present && part + i < Dk ? S_in[at + i] : 0.0f;
+    load_columns<kLanes, N>(S_in + at, Dk, present, lane, S);
 
     for (uint t = 0; t < tokens; ++t) {
         device const float* row = prepared + (p.lead + t) * channels;
-        device const float* q = row + key_head * Dk + part;
-        device const float* k = row + (p.key_heads + key_head) * Dk + part;
         const float2 gate = gates[(p.lead + t) * p.value_heads + head];
         const float decay = precise::exp(gate.x);
-        float keys[N], Sk = 0, Sq = 0;
+        float keys[N], queries[N], Sk = 0, Sq = 0;
+        load_columns<kLanes, N>(row + (p.key_heads + key_head) * Dk, Dk, true, lane, keys);
+        load_columns<kLanes, N>(row + key_head * Dk, Dk, true, lane, queries);
         for (ushort i = 0; i < N; ++i) {
-            keys[i] = part + i < Dk ? k[i] : 0.0f;
             S[i] *= decay;
             Sk = fma(S[i], keys[i], Sk);
         }
@@ -255,13 +295,12 @@ template <ushort kLanes, ushort N>
         const float d = (present ? row[2 * p.key_heads * Dk + head * Dv + value] - Sk : 0.0f) * gate.y;
         for (ushort i = 0; i < N; ++i) {
             S[i] = fma(d, keys[i], S[i]);
-            Sq = fma(S[i], part + i < Dk ? q[i] : 0.0f, Sq);
+            Sq = fma(S[i], queries[i], Sq);
         }
         Sq = lanes_sum<kLanes>(Sq);
-        if (present && part == 0) y[t * p.y_stride + head * Dv + value] = Sq;
+        if (present && lane % kLanes == 0) y[t * p.y_stride + head * Dv + value] = Sq;
     }
-    for (ushort i = 0; i < N; ++i)
-        if (present && part + i < Dk) S_out[at + i] = S[i];
+    store_columns<kLanes, N>(S_out + at, Dk, present, lane, S);
 }
 
 #define instantiate_gdn_mix_step(n) \

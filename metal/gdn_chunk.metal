@@ -171,7 +171,8 @@ template <ushort kKeyTiles>
                                device const float* prepared            [[buffer(1)]],  // (rows, channels)
                                device const float* M                   [[buffer(2)]],  // (chunks, Hv, 64, 64)
                                device const float* P                   [[buffer(3)]],  // (chunks, Hv, 64, 64)
-                               device const float* scales              [[buffer(4)]],  // (chunks, Hv, 3, 8, 8, 8)
+                               // (chunks, Hv, 3, 8, 8, 8)
+                               device const float* scales              [[buffer(4)]],
                                device const args::Sequence* sequences  [[buffer(5)]],  // (1)
                                device float* y                         [[buffer(6)]],  // (T, y_stride)
                                uint2 group                             [[threadgroup_position_in_grid]],

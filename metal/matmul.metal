@@ -31,6 +31,22 @@ struct StoreSwiglu {
 
 }  // namespace
 
+// out = W in bfloat, as a slab would hold it: for comparison with products that never write it down. A thread
+// takes a word.
+[[kernel]] void expand(constant args::Matrix& m    [[buffer(0)]],
+                       device const uchar* weight  [[buffer(1)]],  // (N, K) in 4 or 8 bits
+                       device const uchar* scales  [[buffer(2)]],
+                       device const uchar* biases  [[buffer(3)]],
+                       device bfloat* out          [[buffer(4)]],  // (N, K)
+                       uint i                      [[thread_position_in_grid]]) {
+    const uint slots = 32 / m.bits, at = i * slots;
+    if (at >= m.rows * m.columns) return;
+    const float scale = number(scales, m.type, at / kGroup), bias = number(biases, m.type, at / kGroup);
+    const uint word = ((device const uint*)weight)[i];
+    for (uint j = 0; j < slots; ++j)
+        out[at + j] = bfloat(fma(scale, float((word >> (m.bits * j)) & ((1u << m.bits) - 1u)), bias));
+}
+
 // y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W
 // is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
@@ -57,7 +73,9 @@ template <class B, class T>
     const OneMatrix w = {{weight, scales, biases}, p.matrix, column, N - column};
     multiply(out, LeftRows<T>{x, start}, p.tokens - first, w, p.matrix.columns, slabs, stage, thread_index,
              simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles; ++c)
             out.sum[r][c].each(
                 Store{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N, p.add != 0},
@@ -93,11 +111,14 @@ template <class B>
     const TwoMatrices w = {{{gate_weight, gate_scales, gate_biases}, p.gate, column, N - column},
                            {{up_weight, up_scales, up_biases}, p.up, column, N - column}};
     multiply(out, LeftRows<float>{x, start}, p.tokens - first, w, K, slabs, stage, thread_index, simd, lane);
+#pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
+#pragma unroll
         for (ushort c = 0; c < B::kColumnTiles / 2; ++c)
             out.sum[r][c].each(
                 out.sum[r][c + B::kColumnTiles / 2],
-                StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage, lane);
+                StoreSwiglu{y, first + out.row(simd, r), column + out.column(simd, c), p.tokens, N}, stage,
+                lane);
 }
 
 #define instantiate_matmul(type, name, rows)                                        \

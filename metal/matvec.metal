@@ -1,6 +1,7 @@
 // The steps that multiply one row at a time: every projection of a decode step, with its norm, gate,
 // activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory; a
 // SIMD-group takes four outputs at a time. The grid is (blocks of outputs, rows of the batch).
+#include "logits.h"
 #include "norm.h"
 #include "quant.h"
 
@@ -17,11 +18,36 @@ METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup co
     const uint rows = min(uint(kRowsOfSimd), m.rows - row);
     float y[kRowsOfSimd];
     row_dots(w, m, row, rows, h, lane, y);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) out[row + r] = y[r];
 }
 
 METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
+
+// Writes outputs of the block-th four rows of several matrices on end, row t of each. It finds the matrix
+// first and then has one loop for all: a kernel's code has to be fetched too.
+template <ushort kCount>
+METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* shapes,
+                             device float* const thread* out, uint t, uint block, threadgroup const float* h,
+                             ushort lane) {
+    Weights weights = w[0];
+    args::Matrix m = shapes[0];
+    device float* to = out[0];
+    uint first = 0, end = blocks_of(m);
+#pragma unroll
+    for (ushort i = 1; i < kCount; ++i) {
+        const uint blocks = blocks_of(shapes[i]);
+        if (block >= end) {
+            weights = w[i];
+            m = shapes[i];
+            to = out[i];
+            first = end;
+        }
+        end += blocks;
+    }
+    if (block < end) write_rows(weights, m, block - first, h, lane, to + t * m.rows);
+}
 
 }  // namespace
 
@@ -55,17 +81,13 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint t = group.y, D = p.matrix[0].columns;
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
 
-    uint block = group.x * simds + simd;
+    const uint block = group.x * simds + simd;
     const Weights w[4] = {{qkv_weight, qkv_scales, qkv_biases},
                           {z_weight, z_scales, z_biases},
                           {b_weight, b_scales, b_biases},
                           {a_weight, a_scales, a_biases}};
     device float* const out[4] = {qkv, z, b, a};
-    for (ushort i = 0; i < 4; ++i) {
-        const args::Matrix m = p.matrix[i];
-        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
-        block -= blocks_of(m);
-    }
+    write_one_of<4>(w, p.matrix, out, t, block, h, lane);
 }
 
 // attn_in: h = norm(x); qg, k, v = W h.
@@ -94,18 +116,14 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint t = group.y, D = p.matrix[0].columns;
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
 
-    uint block = group.x * simds + simd;
+    const uint block = group.x * simds + simd;
     const Weights w[3] = {
         {q_weight, q_scales, q_biases}, {k_weight, k_scales, k_biases}, {v_weight, v_scales, v_biases}};
     device float* const out[3] = {qg, k, v};
-    for (ushort i = 0; i < 3; ++i) {
-        const args::Matrix m = p.matrix[i];
-        if (block < blocks_of(m)) return write_rows(w[i], m, block, h, lane, out[i] + t * m.rows);
-        block -= blocks_of(m);
-    }
+    write_one_of<3>(w, p.matrix, out, t, block, h, lane);
 }
 
-// head: logits = W norm(x).
+// head: logits = W norm(x), and for sample the best key of each threadgroup's 32.
 [[kernel]] void head(constant args::NormProject& p       [[buffer(0)]],
                      device const float* x               [[buffer(1)]],  // (rows, D)
                      device const float* norm            [[buffer(2)]],  // (D)
@@ -113,35 +131,54 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
                      device const uchar* scales          [[buffer(4)]],
                      device const uchar* biases          [[buffer(5)]],
                      device float* logits                [[buffer(6)]],  // (rows, V)
+                     device uint* best                   [[buffer(7)]],  // (rows, V / 32)
                      threadgroup float* h                [[threadgroup(0)]],  // (D)
                      uint2 group                         [[threadgroup_position_in_grid]],
+                     uint2 groups                        [[threadgroups_per_grid]],
                      uint thread_index                   [[thread_index_in_threadgroup]],
                      ushort simd                         [[simdgroup_index_in_threadgroup]],
                      ushort simds                        [[simdgroups_per_threadgroup]],
                      ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
+    threadgroup atomic_uint largest[1];
     const args::Matrix m = p.matrix[0];
-    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds,
-             lane);
+    if (thread_index == 0) atomic_store_explicit(largest, 0, memory_order_relaxed);
+    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
+             uint(simds) * kSimd, simd, simds, lane);
     const Weights w = {weight, scales, biases};
-    const uint block = group.x * simds + simd;
-    if (block < blocks_of(m)) write_rows(w, m, block, h, lane, logits + group.y * m.rows);
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    uint key = 0;
+    if (row < m.rows) {
+        const uint rows = min(uint(kRowsOfSimd), m.rows - row);
+        float y[kRowsOfSimd];
+        row_dots(w, m, row, rows, h, lane, y);
+        for (ushort r = 0; r < kRowsOfSimd; ++r) {
+            if (lane != r || r >= rows) continue;
+            logits[group.y * m.rows + row + r] = y[r];
+            key = key_of_finite(y[r]);
+        }
+    }
+    key = simd_max(key);
+    if (lane == 0) atomic_fetch_max_explicit(largest, key, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index == 0)
+        best[group.y * groups.x + group.x] = atomic_load_explicit(largest, memory_order_relaxed);
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
-[[kernel]] void gdn_out(constant args::MixOut& p           [[buffer(0)]],
-                        device const float* y              [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
-                        device const float* z              [[buffer(2)]],  // (T, Hv Dv)
-                        device const float* norm           [[buffer(3)]],  // (Dv)
-                        device const uchar* weight         [[buffer(4)]],  // (D, Hv Dv) as stored
-                        device const uchar* scales         [[buffer(5)]],
-                        device const uchar* biases         [[buffer(6)]],
-                        device float* x                    [[buffer(7)]],  // (T, D)
-                        threadgroup float* h               [[threadgroup(0)]],  // (Hv Dv)
-                        uint2 group                        [[threadgroup_position_in_grid]],
-                        ushort simd                        [[simdgroup_index_in_threadgroup]],
-                        ushort simds                       [[simdgroups_per_threadgroup]],
-                        ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_out(constant args::MixOut& p          [[buffer(0)]],
+                        device const float* y             [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
+                        device const float* z             [[buffer(2)]],  // (T, Hv Dv)
+                        device const float* norm          [[buffer(3)]],  // (Dv)
+                        device const uchar* weight        [[buffer(4)]],  // (D, Hv Dv) as stored
+                        device const uchar* scales        [[buffer(5)]],
+                        device const uchar* biases        [[buffer(6)]],
+                        device float* x                   [[buffer(7)]],  // (T, D)
+                        threadgroup float* h              [[threadgroup(0)]],  // (Hv Dv)
+                        uint2 group                       [[threadgroup_position_in_grid]],
+                        ushort simd                       [[simdgroup_index_in_threadgroup]],
+                        ushort simds                      [[simdgroups_per_threadgroup]],
+                        ushort lane                       [[thread_index_in_simdgroup]]) {
     const uint t = group.y, width = p.out.columns, Dv = p.head_dim;
     y += t * p.y_stride;
     z += t * width;
@@ -149,7 +186,8 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
         float squares = 0;
         for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
         const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
-        for (uint i = lane; i < Dv; i += kSimd) h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
+        for (uint i = lane; i < Dv; i += kSimd)
+            h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -159,23 +197,24 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
     float sums[kRowsOfSimd];
     row_dots(w, p.out, row, rows, h, lane, sums);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
 }
 
 // attn_out: x += W y.
-[[kernel]] void attn_out(constant args::MixOut& p           [[buffer(0)]],
-                         device const float* y              [[buffer(1)]],  // (T, y_stride), H Dh of them used
-                         device const uchar* weight         [[buffer(2)]],  // (D, H Dh) as stored
-                         device const uchar* scales         [[buffer(3)]],
-                         device const uchar* biases         [[buffer(4)]],
-                         device float* x                    [[buffer(5)]],  // (T, D)
-                         threadgroup float* h               [[threadgroup(0)]],  // (H Dh)
-                         uint2 group                        [[threadgroup_position_in_grid]],
-                         uint thread_index                  [[thread_index_in_threadgroup]],
-                         ushort simd                        [[simdgroup_index_in_threadgroup]],
-                         ushort simds                       [[simdgroups_per_threadgroup]],
-                         ushort lane                        [[thread_index_in_simdgroup]]) {
+[[kernel]] void attn_out(constant args::MixOut& p          [[buffer(0)]],
+                         device const float* y             [[buffer(1)]],  // (T, y_stride), H Dh of them used
+                         device const uchar* weight        [[buffer(2)]],  // (D, H Dh) as stored
+                         device const uchar* scales        [[buffer(3)]],
+                         device const uchar* biases        [[buffer(4)]],
+                         device float* x                   [[buffer(5)]],  // (T, D)
+                         threadgroup float* h              [[threadgroup(0)]],  // (H Dh)
+                         uint2 group                       [[threadgroup_position_in_grid]],
+                         uint thread_index                 [[thread_index_in_threadgroup]],
+                         ushort simd                       [[simdgroup_index_in_threadgroup]],
+                         ushort simds                      [[simdgroups_per_threadgroup]],
+                         ushort lane                       [[thread_index_in_simdgroup]]) {
     const uint t = group.y;
     for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd) h[i] = y[t * p.y_stride + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -186,6 +225,7 @@ METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / 
     const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
     float sums[kRowsOfSimd];
     row_dots(w, p.out, row, rows, h, lane, sums);
+#pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
         if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
 }

@@ -23,13 +23,17 @@ METAL_FUNC float group_sum(float value, threadgroup float* partial, ushort simd,
 
 // h = x / rms(x) * weight, a row of n values, into threadgroup memory, by a whole threadgroup. Ends with a
 // barrier.
-METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon, threadgroup float* h,
-                         threadgroup float* partial, uint thread_index, uint threads, ushort simd, ushort simds,
-                         ushort lane) {
+METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon,
+                         threadgroup float* h, threadgroup float* partial, uint thread_index, uint threads,
+                         ushort simd, ushort simds, ushort lane) {
     float squares = 0;
-    for (uint i = thread_index; i < n; i += threads) squares += x[i] * x[i];
+    device const float4* x4 = (device const float4*)x;
+    for (uint i = thread_index; i < n / 4; i += threads) squares += dot(x4[i], x4[i]);
+    for (uint i = n / 4 * 4 + thread_index; i < n; i += threads) squares += x[i] * x[i];
     const float scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(n) + epsilon);
-    for (uint i = thread_index; i < n; i += threads) h[i] = x[i] * scale * weight[i];
+    for (uint i = thread_index; i < n / 4; i += threads)
+        *(threadgroup float4*)(h + 4 * i) = x4[i] * scale * ((device const float4*)weight)[i];
+    for (uint i = n / 4 * 4 + thread_index; i < n; i += threads) h[i] = x[i] * scale * weight[i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

@@ -1,7 +1,9 @@
 // Matrix units: the one file that knows them. A SIMD-group multiplies a Left tile, 16 x 32 bfloat, by a Right
-// tile, 32 x 16 bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together.
+// tile, 32 x 16 bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together. Weights and keys lie
+// transposed in memory, as Right has them; values do not, which takes a type of its own, PlainRight, and a
+// PlainSum. A RowScale multiplies each row of a sum by a number.
 //
-// Two implementations of the same three types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
+// Two implementations of the same types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
 // have a matrix unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to
 // M4. Which lane holds which element is documented for neither, so nobody assumes it: tensors are asked, and
 // simdgroup_matrix goes through `stage`, kStage floats of threadgroup memory that a SIMD-group has for
@@ -10,7 +12,9 @@
 
 #include <metal_stdlib>
 
-#if defined(LILY_TENSOR)
+#if defined(LILY_TILES)
+#include <metal_stdlib>
+#elif defined(LILY_TENSOR)
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
 #include <metal_tensor>
@@ -28,7 +32,11 @@ using namespace metal;
 constant constexpr ushort kTile = 16;   // rows of Left; columns of Right; both of Sum
 constant constexpr ushort kDepth = 32;  // columns of Left, rows of Right: a lane each
 
-#if defined(LILY_TENSOR)
+#if defined(LILY_TILES)
+
+#include LILY_TILES
+
+#elif defined(LILY_TENSOR)
 
 constant constexpr ushort kStage = 1;  // not needed, but an array has a size
 
@@ -37,6 +45,10 @@ constant constexpr ushort kStage = 1;  // not needed, but an array has a size
 constant constexpr auto kProduct = mpp::tensor_ops::matmul2d_descriptor(
     kTile, kTile, kDepth, false, true, true, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
 using Product = mpp::tensor_ops::matmul2d<kProduct, execution_simdgroup>;
+constant constexpr auto kPlainProduct = mpp::tensor_ops::matmul2d_descriptor(
+    kTile, kTile, kDepth, false, false, true,
+    mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+using PlainProduct = mpp::tensor_ops::matmul2d<kPlainProduct, execution_simdgroup>;
 
 struct Left {
     using Held = decltype(Product().get_left_input_cooperative_tensor<bfloat, bfloat, float>());
@@ -51,6 +63,14 @@ struct Left {
             held[i] = value(ushort(at[1]), ushort(at[0]));
         }
     }
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(threadgroup bfloat* p, ushort stride) {
+        using Extents = dextents<int, 2>;
+        const array<int, 2> strides = {1, int(stride)};
+        const tensor<threadgroup bfloat, Extents, tensor_inline> source(p, Extents(kDepth, kTile), strides);
+        held.load(source);
+    }
 };
 
 struct Right {
@@ -64,6 +84,35 @@ struct Right {
         const tensor<threadgroup bfloat, Extents, tensor_inline> source(p, Extents(kDepth, kTile), strides);
         held.load(source);
     }
+    METAL_FUNC void load_transposed(device bfloat* p, uint stride) {
+        using Extents = dextents<int, 2>;
+        const array<int, 2> strides = {1, int(stride)};
+        const tensor<device bfloat, Extents, tensor_inline> source(p, Extents(kDepth, kTile), strides);
+        held.load(source);
+    }
+};
+
+struct PlainRight {
+    using Held = decltype(PlainProduct().get_right_input_cooperative_tensor<bfloat, bfloat, float>());
+    Held held;
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(device bfloat* p, uint stride) {
+        using Extents = dextents<int, 2>;
+        const array<int, 2> strides = {1, int(stride)};
+        const tensor<device bfloat, Extents, tensor_inline> source(p, Extents(kTile, kDepth), strides);
+        held.load(source);
+    }
+};
+
+constant constexpr ushort kScale = kTile;  // floats that scale 16 rows
+
+struct RowScale {
+    threadgroup const float* factors;
+
+    // Of the kScale floats, which were 0, those that scale a row.
+    METAL_FUNC static void put(threadgroup float* scales, ushort row, float factor) { scales[row] = factor; }
+    METAL_FUNC void load(threadgroup const float* scales) { factors = scales; }
 };
 
 struct Sum {
@@ -76,6 +125,15 @@ struct Sum {
 
     // this += a b
     METAL_FUNC void add(thread Left& a, thread Right& b) { Product().run(a.held, b.held, held); }
+
+    // p[row * stride + column] = element (row, column)
+    METAL_FUNC void store(threadgroup float* p, ushort stride) {
+        for (ushort i = 0; i < held.get_capacity(); ++i) {
+            if (!held.is_valid_element(i)) continue;
+            const auto at = held.get_multidimensional_index(i);  // (column, row)
+            p[at[1] * stride + at[0]] = held[i];
+        }
+    }
 
     // visit(row, column, element) for every element, each by one lane
     template <class Visit>
@@ -94,6 +152,34 @@ struct Sum {
             if (!held.is_valid_element(i)) continue;
             const auto at = held.get_multidimensional_index(i);
             visit(ushort(at[1]), ushort(at[0]), float(held[i]), float(other.held[i]));
+        }
+    }
+};
+
+struct PlainSum {
+    using Held =
+        decltype(PlainProduct().get_destination_cooperative_tensor<Left::Held, PlainRight::Held, float>());
+    Held held;
+
+    METAL_FUNC void clear() {
+        for (ushort i = 0; i < held.get_capacity(); ++i) held[i] = 0;
+    }
+
+    METAL_FUNC void add(thread Left& a, thread PlainRight& b) { PlainProduct().run(a.held, b.held, held); }
+
+    METAL_FUNC void scale(thread RowScale& rows) {
+        for (ushort i = 0; i < held.get_capacity(); ++i) {
+            if (!held.is_valid_element(i)) continue;
+            held[i] *= rows.factors[held.get_multidimensional_index(i)[1]];
+        }
+    }
+
+    template <class Visit>
+    METAL_FUNC void each(Visit visit, threadgroup float*, ushort) {
+        for (ushort i = 0; i < held.get_capacity(); ++i) {
+            if (!held.is_valid_element(i)) continue;
+            const auto at = held.get_multidimensional_index(i);  // (column, row)
+            visit(ushort(at[1]), ushort(at[0]), float(held[i]));
         }
     }
 };
@@ -121,6 +207,14 @@ struct Left {
             for (ushort k = 0; k < 4; ++k)
                 simdgroup_load(part[i][k], p + 8 * i * kStageBfloats + 8 * k, kStageBfloats);
     }
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(threadgroup bfloat* p, ushort stride) {
+#pragma unroll
+        for (ushort i = 0; i < 2; ++i)
+#pragma unroll
+            for (ushort k = 0; k < 4; ++k) simdgroup_load(part[i][k], p + 8 * i * stride + 8 * k, stride);
+    }
 };
 
 struct Right {
@@ -133,6 +227,38 @@ struct Right {
 #pragma unroll
             for (ushort j = 0; j < 2; ++j)
                 simdgroup_load(part[k][j], p + 8 * j * stride + 8 * k, stride, ulong2(0, 0), true);
+    }
+    METAL_FUNC void load_transposed(device bfloat* p, uint stride) {
+#pragma unroll
+        for (ushort k = 0; k < 4; ++k)
+#pragma unroll
+            for (ushort j = 0; j < 2; ++j)
+                simdgroup_load(part[k][j], p + 8 * j * stride + 8 * k, stride, ulong2(0, 0), true);
+    }
+
+    // element (row, column) = p[row * stride + column]
+    METAL_FUNC void load(device bfloat* p, uint stride) {
+#pragma unroll
+        for (ushort k = 0; k < 4; ++k)
+#pragma unroll
+            for (ushort j = 0; j < 2; ++j) simdgroup_load(part[k][j], p + 8 * k * stride + 8 * j, stride);
+    }
+};
+
+using PlainRight = Right;
+
+constant constexpr ushort kScale = 2 * 8 * 8;  // floats that scale 16 rows: two diagonal matrices
+
+struct RowScale {
+    simdgroup_matrix<float, 8, 8> part[2];
+
+    // Of the kScale floats, which were 0, those that scale a row.
+    METAL_FUNC static void put(threadgroup float* scales, ushort row, float factor) {
+        scales[row / 8 * 64 + row % 8 * 9] = factor;
+    }
+    METAL_FUNC void load(threadgroup const float* scales) {
+        simdgroup_load(part[0], scales, 8);
+        simdgroup_load(part[1], scales + 64, 8);
     }
 };
 
@@ -160,7 +286,7 @@ struct Sum {
     // visit(row, column, element) for every element, each by one lane: half a SIMD-group takes a row
     template <class Visit>
     METAL_FUNC void each(Visit visit, threadgroup float* stage, ushort lane) {
-        store(stage);
+        stage_all(stage);
         for (ushort i = lane; i < kTile * kTile; i += 32)
             visit(i / kTile, i % kTile, stage[i / kTile * kStageFloats + i % kTile]);
     }
@@ -171,25 +297,42 @@ struct Sum {
         constexpr ushort kShare = kTile * kTile / 32;
         const ushort row = lane / kTile, column = lane % kTile;
         float mine[kShare];
-        store(stage);
+        stage_all(stage);
 #pragma unroll
         for (ushort i = 0; i < kShare; ++i) mine[i] = stage[(2 * i + row) * kStageFloats + column];
-        other.store(stage);
+        other.stage_all(stage);
 #pragma unroll
         for (ushort i = 0; i < kShare; ++i)
             visit(2 * i + row, column, mine[i], stage[(2 * i + row) * kStageFloats + column]);
     }
 
-    METAL_FUNC void store(threadgroup float* stage) {
-        simdgroup_barrier(mem_flags::mem_threadgroup);
+    // p[row * stride + column] = element (row, column)
+    METAL_FUNC void store(threadgroup float* p, ushort stride) {
 #pragma unroll
         for (ushort i = 0; i < 2; ++i)
 #pragma unroll
-            for (ushort j = 0; j < 2; ++j)
-                simdgroup_store(part[i][j], stage + 8 * i * kStageFloats + 8 * j, kStageFloats);
+            for (ushort j = 0; j < 2; ++j) simdgroup_store(part[i][j], p + 8 * i * stride + 8 * j, stride);
+    }
+
+    // every row times its number
+    METAL_FUNC void scale(thread RowScale& rows) {
+#pragma unroll
+        for (ushort i = 0; i < 2; ++i)
+#pragma unroll
+            for (ushort j = 0; j < 2; ++j) {
+                const simdgroup_matrix<float, 8, 8> before = part[i][j];
+                simdgroup_multiply(part[i][j], rows.part[i], before);
+            }
+    }
+
+    METAL_FUNC void stage_all(threadgroup float* stage) {
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        store(stage, kStageFloats);
         simdgroup_barrier(mem_flags::mem_threadgroup);
     }
 };
+
+using PlainSum = Sum;
 
 #endif
 

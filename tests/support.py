@@ -1,5 +1,6 @@
 """What test modules share: where checkpoints are, which code paths this CPU has, how arrays compare."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,16 @@ def code_paths() -> list[str]:
     return found
 
 
-def kernels(instrumented: bool = False) -> str:
-    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet."""
+def kernels(instrumented: bool = False, tensors: bool = False) -> str:
+    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet.
+
+    tensors: with Metal 4's tensor operations, as for an M5; otherwise with simdgroup_matrix.
+    """
     from tools.metal import compile as compiler
 
-    return str(compiler.compile(sorted((HERE.parent / "metal").glob("*.metal")), instrumented=instrumented))
+    sources = sorted((HERE.parent / "metal").glob("*.metal"))
+    define = ["LILY_TENSOR"] if tensors else []
+    return str(compiler.compile(sources, instrumented=instrumented, define=define))
 
 
 # The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.
@@ -42,15 +48,23 @@ ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 
 
 def backends() -> list[str]:
-    """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator."""
-    return [*code_paths(), *([] if rungs.why_left_out("metal") else ["sim rows", "sim tiles"])]
+    """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator.
+
+    Where LILY_PTX names the kernels compiled for NVIDIA GPUs (`make ptx`), also those, on the GPU that must
+    then be there.
+    """
+    gpus = [] if rungs.why_left_out("metal") else ["sim"]
+    gpus += ["cuda"] if "LILY_PTX" in os.environ else []
+    return [*code_paths(), *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
 
 
 def options_of(backend: str) -> dict[str, str]:
     """Return the options that choose a backend."""
-    if not backend.startswith("sim"):
+    device, _, kind = backend.partition(" ")
+    if not kind:
         return {"device": "cpu", "simd": backend}
-    return {"device": "sim", "kernels": kernels()} | (ROW_BY_ROW if backend == "sim rows" else {})
+    file = os.environ["LILY_PTX"] if device == "cuda" else kernels()
+    return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})
 
 
 def compare(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:

@@ -89,6 +89,19 @@ def test_bf16_keys_and_values_cost_less_than_the_yardstick():
     assert top1_agreement(truth, ours) >= 0.995
 
 
+def test_int8_keys_and_values_cost_little():
+    """The figures that bench/records keeps for int8, over 2,560 positions, with their bound."""
+    with np.load(GOLDEN / "demo.npz") as record:
+        golden = dict(record)
+    windows = golden["tokens"][: len(golden["tokens"]) // 2]
+    session = make_session("demo", kv="int8")
+    logits = np.stack([session.logits(session.new_state(), window) for window in windows])
+    ours = np.stack([target_log_probabilities(*pair) for pair in zip(logits, windows, strict=True)])
+    theirs = golden["target_log_probability"][: len(windows)]
+    assert np.mean(logits.argmax(-1) == golden["top1"][: len(windows)]) >= 0.99
+    assert abs(perplexity(ours) / perplexity(theirs) - 1) <= 0.002
+
+
 # One result, however the work is cut.
 
 
@@ -195,7 +208,7 @@ def test_scratch_is_the_same_for_4k_and_64k(tmp_path):
     session = make_session(checkpoint_maker.write(tmp_path / "small", small))
     before = session.scratch_bytes
     short, long = session.new_state(), session.new_state()
-    empty = short.nbytes
+    empty = sum(session.state_sizes[1:])  # recurrent states, logits
     session.extend(short, random_tokens(4096))
     after_4k = session.scratch_bytes
     session.extend(long, random_tokens(65536))
@@ -291,8 +304,8 @@ def test_an_empty_state_has_nothing_to_continue(tiny):
         ({"frobnicate": "2"}, "no option 'frobnicate'; the options are device, threads"),
         ({"threads": "two"}, "option threads: wanted an integer, got 'two'"),
         ({"threads": "-1"}, "option threads: wanted 0 to 1024, got -1"),
-        ({"kv": "int3"}, "option kv: wanted one of bf16 f32, got 'int3'"),
-        ({"device": "abacus"}, "option device: wanted one of auto cpu sim, got 'abacus'"),
+        ({"kv": "int3"}, "option kv: wanted one of bf16 f32 int8, got 'int3'"),
+        ({"device": "abacus"}, "option device: wanted one of auto cpu cuda sim, got 'abacus'"),
         ({"prefill_chunk": "0"}, "option prefill_chunk: wanted 1 to 65536, got 0"),
     ],
 )

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import lily
+import rungs
 
 pytestmark = pytest.mark.unsanitized
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXEMPT = 'title="needs the 35B checkpoint"'
 FENCE = re.compile(r"^```python *(?P<info>.*)\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
 
@@ -38,6 +39,8 @@ def run_blocks(page: Path) -> tuple[dict[str, object], str]:
     "page", [page for page in PAGES if FENCE.search(page.read_text())], ids=lambda page: page.name
 )
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if "from tools.metal" in page.read_text():
+        rungs.climb("metal")
     monkeypatch.chdir(tmp_path)
     names, printed = run_blocks(page)
     if isinstance(model := names.get("model"), lily.Model):

@@ -6,10 +6,11 @@ This case belongs to every backend's suite.
 import numpy as np
 import pytest
 
+import rungs
 from bench import synthetic
-from bench.agree import top1_agreement
+from bench.agree import kl_divergence, top1_agreement
 from lily import _core, reference
-from support import code_paths, compare
+from support import ROW_BY_ROW, code_paths, compare, kernels
 
 VOCAB = 2048
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 48).astype(np.int32)
@@ -32,16 +33,48 @@ def truth(checkpoint):
     return model.forward(TOKENS)
 
 
-@pytest.mark.parametrize("simd", code_paths())
-def test_full_width_is_the_reference(checkpoint, truth, simd):
-    session = _core.Session(_core.Weights(str(checkpoint)), {"simd": simd, "kv": "f32"})
-    state = session.new_state()
+def taken_in(session, state):
+    """Take in 40 tokens together and 8 one by one; return the logits after each, (48, V)."""
     prompt, steps = TOKENS[:-8], TOKENS[-8:]
-    logits = [session.logits(state, prompt)] + [session.logits(state, steps[i : i + 1]) for i in range(8)]
-    logits = np.concatenate(logits)
+    return np.concatenate(
+        [session.logits(state, prompt)] + [session.logits(state, steps[i : i + 1]) for i in range(8)]
+    )
+
+
+def check(session, truth):
+    state = session.new_state()
+    logits = taken_in(session, state)
     wanted, states = truth
     assert np.abs(logits - wanted).max() <= 1e-3
     assert top1_agreement(wanted, logits) == 1
     for layer, parts in enumerate(states):
         for part, got in enumerate(session.layer_state(state, layer)):
             compare(f"layer {layer} part {part}", got, parts[part], 1e-4)
+
+
+@pytest.mark.parametrize("simd", code_paths())
+def test_full_width_is_the_reference(checkpoint, truth, simd):
+    check(_core.Session(_core.Weights(str(checkpoint)), {"simd": simd, "kv": "f32"}), truth)
+
+
+@pytest.mark.long
+@pytest.mark.unsanitized
+def test_full_width_row_by_row_in_the_simulator(checkpoint, truth):
+    rungs.climb("metal")
+    options = {"device": "sim", "kernels": kernels(), "kv": "f32", "prefill_chunk": "64"} | ROW_BY_ROW
+    check(_core.Session(_core.Weights(str(checkpoint)), options), truth)
+
+
+@pytest.mark.long
+@pytest.mark.unsanitized
+@pytest.mark.parametrize("tensors", [False, True], ids=["simdgroup_matrix", "tensors"])
+def test_full_width_in_tiles_keeps_to_the_yardstick(checkpoint, truth, tensors):
+    """Products in bfloat16: no further from the truth than a pipeline that rounds every step's result."""
+    rungs.climb("metal")
+    options = {"device": "sim", "kernels": kernels(tensors=tensors), "prefill_chunk": "64"}
+    session = _core.Session(_core.Weights(str(checkpoint)), options)
+    logits = taken_in(session, session.new_state())
+    ideal = reference.Model(checkpoint, dtype="bf16", keep_bytes=0).logits(TOKENS)
+    wanted, _ = truth
+    assert kl_divergence(wanted, logits).mean() <= kl_divergence(wanted, ideal).mean()
+    assert top1_agreement(wanted, logits) >= min(0.97, top1_agreement(wanted, ideal))

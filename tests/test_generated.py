@@ -27,10 +27,13 @@ def test_generated_files_are_up_to_date() -> None:
         ("src/lily/_core.pyi", "def option_list(", "def options("),
         ("docs/options.md", "`LILY_THREADS`", "`THREADS`"),
         ("docs/performance.md", "| demo, same best token |", "| demo, same second token |"),
+        ("docs/kernels.md", "| 4096 | 252 | 252 |", "| 4096 | 252 | 251 |"),
+        ("docs/server.md", "`top_logprobs`", "`top_logits`"),
     ],
 )
 def test_a_stale_file_is_found(tmp_path: Path, file: str, old: str, new: str) -> None:
-    for name in ("src/lily/_core.pyi", "docs/options.md", "docs/performance.md"):
+    pages = [f"docs/{name}.md" for name in ("options", "performance", "kernels", "server")]
+    for name in ("src/lily/_core.pyi", *pages):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "bench" / "records", tmp_path / "bench" / "records")

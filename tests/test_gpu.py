@@ -105,6 +105,25 @@ def test_scratch_does_not_grow_with_the_context():
     assert session.scratch_bytes == before
 
 
+@pytest.mark.parametrize("checkpoint", ["tiny", "small"])
+def test_side_by_side_or_one_by_one_gives_the_same_bits(checkpoint):
+    """The simulator runs what lies between two barriers in the reverse of its order."""
+    results = []
+    for concurrent in ("true", "false"):
+        session = _core.Session(
+            _core.Weights(str(CHECKPOINTS[checkpoint])),
+            {"device": "sim", "kernels": kernels(), "concurrent": concurrent, "prefill_chunk": "40"},
+        )
+        state = session.new_state()
+        found = [session.logits(state, np.tile(PROMPT, 4) % session_vocab(checkpoint))]
+        for token in (3, 1, 2):
+            session.step(state, token, GREEDY, _core.History())
+            found.append(session.last_logits(state))
+        results.append([*found, *(part for layer in range(4) for part in session.layer_state(state, layer))])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
 # Declarations and barriers, by an instrumented library that sees every access.
 
 
@@ -118,7 +137,8 @@ def test_no_dispatch_touches_what_it_does_not_declare():
 def barriers_of_a_step(session, state):
     """Count the barriers of one decode step: the stages of a dry run, less one."""
     folder = CHECKPOINTS["tiny"]
-    return _core.record_decode(folder, state.length, session.options)[-1][1]
+    options = session.options | {"token_handoff": "false"}  # the token is the host's own
+    return _core.record_decode(folder, state.length, options)[-1].stage
 
 
 def test_every_barrier_is_missed():
@@ -134,6 +154,34 @@ def test_every_barrier_is_missed():
         session._drop_barrier(number)
         with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
             session.step(state, 5, GREEDY, _core.History())
+        session._drop_barrier(-1)
+        session._finish()
+
+
+PREFILL = {"matmul_rows": "9", "flash_from": "32", "gdn_scan_from": "32"}  # the defaults
+
+
+@pytest.mark.long
+@pytest.mark.unsanitized
+def test_every_barrier_of_a_prompts_chunk_is_missed():
+    """The same for a chunk of 40 rows, whole model: experts sorted, tiles, flash attention, chunked rule."""
+    session = make_session("tiny", instrumented=True, **PREFILL)
+    chunk = np.resize(PROMPT, 40)
+    base = session.new_state()
+    session.extend(base, PROMPT[:5])
+    session._recorded()
+    session.extend(session.fork(base), chunk)
+    seen = session._recorded()
+    kernels_of = {d.kernel.rpartition("_")[0] for d in seen}
+    assert {"moe_sort", "moe_up_tiles", "moe_down_tiles", "attn_mix_flash", "gdn_mix_chunks"} <= kernels_of
+    count = seen[-1].stage - seen[0].stage
+    assert count > 50
+    for number in range(count):
+        state = session.fork(base)
+        session._finish()
+        session._drop_barrier(number)
+        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
+            session.extend(state, chunk)
         session._drop_barrier(-1)
         session._finish()
 
@@ -155,10 +203,24 @@ def published(tmp_path_factory):
 
 @pytest.mark.parametrize("position", [255, 4095, 32767, 131071])
 def test_a_decode_step_of_the_35b_has_few_stages(published, position):
-    """30 x 6 for Gated DeltaNet, 10 x 8 for attention, the embedding's row and the head."""
+    """30 x 6 for Gated DeltaNet, 10 x 7 for attention, head and draw; one span needs no merge."""
     dispatches = _core.record_decode(published, position, {})
-    assert dispatches[-1][1] + 1 <= 262
-    assert dispatches[-1][0] == "head"
+    assert dispatches[-1].stage + 1 == (242 if position < 256 else 252)
+    assert [dispatch.kernel for dispatch in dispatches[-2:]] == ["head", "sample"]
+
+
+@pytest.mark.parametrize("chunk", ["512", "2048"])
+def test_scratch_does_not_grow_with_the_prompt_of_the_35b(published, chunk):
+    """All that the device is asked for, less the state; recorded dry."""
+    options = {"prefill_chunk": chunk}
+    short, long = (_core._scratch_of_prefill(published, tokens, options) for tokens in (4096, 65536))
+    assert short == long
+    assert 0 < short < 1 << 30
+
+
+def test_one_by_one_every_dispatch_is_a_stage(published):
+    dispatches = _core.record_decode(published, 4095, {"concurrent": "false"})
+    assert [dispatch.stage for dispatch in dispatches] == list(range(len(dispatches)))
 
 
 def test_positions_outside_the_context_are_refused(published):

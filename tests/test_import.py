@@ -9,7 +9,8 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.unsanitized
-HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "transformers", "lily._core")
+HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "transformers", "lily._core", "llguidance")
+HEAVY += ("starlette", "uvicorn", "msgspec", "asyncio")
 
 
 def cpu_seconds(code: str) -> float:

@@ -15,12 +15,13 @@ import pytest
 pytestmark = pytest.mark.unsanitized
 ROOT = Path(__file__).parent.parent
 
-LEAVES = "config.h error.h tensor.h"
+LEAVES = "config.h error.h tensor.h traffic.h"
 MODEL = f"{LEAVES} weights.h state.h ops.h"  # what an implementation of Ops may know
 # The first row that matches counts. Folders as seen from csrc/.
 MAY_INCLUDE = {
     "error.h": "",
     "tensor.h": "",
+    "traffic.h": "",
     "config.h": "",
     "options.h": "",
     "json.h": LEAVES,
@@ -37,23 +38,26 @@ MAY_INCLUDE = {
     "forward.*": f"{MODEL} forward.h",
     "logprobs.*": f"{LEAVES} logprobs.h",
     "history.h": MODEL,
-    "session.*": f"{MODEL} forward.h history.h logprobs.h session.h",
-    "fixed.h": "",
-    "sample.*": f"{MODEL} fixed.h sample.h",
+    "kept.*": f"{LEAVES} state.h kept.h",
+    "turns.*": f"{MODEL} forward.h history.h turns.h",
+    "session.*": f"{MODEL} forward.h history.h logprobs.h session.h turns.h kept.h",
+    "sample.*": f"{MODEL} metal/fixed.h sample.h",
     "backends.cpp": f"{MODEL} options.h cpu/backend.h gpu/backend.h",  # the factory: all there is
-    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h options.h gpu/dry.h",
+    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h turns.h kept.h options.h gpu/dry.h",
     "cpu/*": f"{MODEL} sample.h cpu/*",
     "gpu/device.h": f"{LEAVES} state.h",
     "gpu/recorder.*": "gpu/device.h gpu/recorder.h",
-    "gpu/backend.h": f"{MODEL} options.h sample.h gpu/recorder.h metal/args.h",
+    "gpu/backend.h": f"{MODEL} options.h gpu/recorder.h metal/args.h",
     "gpu/launch.h": f"{LEAVES} weights.h gpu/recorder.h metal/args.h",
-    "gpu/ops.cpp": f"{MODEL} options.h sample.h gpu/backend.h gpu/launch.h",
+    "gpu/ops.cpp": f"{MODEL} options.h gpu/backend.h gpu/launch.h",
+    "gpu/sample.cpp": f"{MODEL} sample.h gpu/backend.h gpu/launch.h",
     "gpu/attention.cpp": f"{MODEL} gpu/backend.h gpu/launch.h",
     "gpu/gdn.cpp": f"{MODEL} gpu/backend.h gpu/launch.h",
     "gpu/matmul.cpp": f"{MODEL} gpu/backend.h gpu/launch.h",
     "gpu/moe.cpp": f"{MODEL} gpu/backend.h gpu/launch.h",
     "gpu/dry.*": f"{MODEL} options.h forward.h gpu/backend.h gpu/dry.h",
     "gpu/sim.cpp": f"{LEAVES} gpu/device.h tools/metal/runtime.h",
+    "gpu/cuda.cpp": f"{LEAVES} gpu/device.h",
 }
 # What stands in one place only: the pattern, where it may stand, why.
 CONFINED = [

@@ -52,6 +52,30 @@ def test_accepted(name):
     assert check(REJECTED.with_name(f"{name}.metal")) == []
 
 
+OURS = sorted((ROOT / "metal").glob("*.metal"))
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
+def test_our_kernels_are_accepted(file):
+    assert check(file) == []
+
+
+@pytest.mark.parametrize("name", ["matmul", "experts"])
+def test_our_kernels_are_accepted_with_tensors(name):
+    """Those that multiply in tiles, with the policy for Metal 4."""
+    assert check(ROOT / "metal" / f"{name}.metal", define=["LILY_TENSOR"]) == []
+
+
+def test_nothing_of_ours_is_waived():
+    """No compiler's warnings switched off, no name of the checker's, and lines as long as everywhere."""
+    for file in (ROOT / "metal").iterdir():
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            pragma = re.match(r"\s*#\s*pragma\s+(.*)", line)
+            assert pragma is None or pragma[1] in ("once", "unroll", "unroll 1"), f"{file.name}:{number}"
+            assert not re.search(r"\bMSL_|\bmsl_|__clang|_Pragma", line), f"{file.name}:{number}"
+            assert len(line) <= 110, f"{file.name}:{number}"
+
+
 def test_the_command_names_file_and_line(tmp_path):
     wrong = tmp_path / "wrong.metal"
     wrong.write_text("#include <metal_stdlib>\n\n\nkernel void k(device float* x [[buffer(99)]]) {}\n")

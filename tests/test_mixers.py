@@ -121,11 +121,31 @@ def test_attention_over_bfloat16_is_the_reference(case, flash):
     tiles.check(case.past, case.rows, TILED if flash and case.rows > 1 else STORED)
 
 
+@pytest.mark.parametrize("checkpoint", ["tiny", "small", "demo"])
+def test_tensor_operations_give_what_simdgroup_matrix_gives(checkpoint):
+    """Attention in tiles of either kind; the simulator adds their products up in one order."""
+    found = []
+    for tensors in (False, True):
+        one = mixer("attn_mix", checkpoint, "bf16", flash_from="2", kernels=kernels(tensors=tensors))
+        for past, rows in ((0, 2), (255, 33), (300, 65)):
+            one.check(past, rows, TILED)
+        found.append(one.run([(one.fork(300), 65)], one.draw(65, 1)))
+    assert np.array_equal(*found)
+
+
 @pytest.mark.parametrize("seen", [255, 256, 257, 299, 300, 1023, 1024, 1025, 2048, 2049])
 @pytest.mark.parametrize("blocks_from", ["0", "300"])
 @pytest.mark.parametrize("kv", ["bf16", "f32"])
 def test_spans_of_every_length_are_the_reference(seen, blocks_from, kv):
     mixer("attn_mix", "demo", kv, fixed_blocks_from=blocks_from).check(seen - 1, 1, EXACT)
+
+
+@pytest.mark.parametrize("rows", [31, 32, 33], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("op", ["attn_mix", "gdn_mix"])
+def test_far_along_the_switches_are_at_the_default(op, rows):
+    """Beyond 2,048 positions, with one row less than tiles and scans begin at, as many, and one more."""
+    tolerance = TILED if op == "attn_mix" and rows >= 32 else STORED
+    mixer(op, "tiny", "bf16").check(2310, rows, tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +232,7 @@ def in_pieces(one: Mixer, past: int, pieces: list[int], seed: int = 3) -> tuple[
         # One at a time each row appends its own key; together they find it in its page.
         ("attn_mix", "bf16", {}, 250, [1] * 8),
         ("attn_mix", "f32", {}, 250, [1, 3, 1, 2, 1]),
+        ("attn_mix", "int8", {}, 250, [1, 3, 1, 2, 1]),
         ("attn_mix", "bf16", {"fixed_blocks_from": "8"}, 1020, [1, 1, 3, 1]),
         ("attn_mix", "bf16", {"flash_from": "2"}, 37, [2, 31, 64, 3, 29]),
         ("gdn_mix", "f32", {}, 3, [1, 2, 5, 8, 1]),
@@ -290,6 +311,8 @@ def test_tiles_do_not_see_what_was_abandoned():
         ("attn_mix", {}),
         ("attn_mix", {"gqa_packing": "0", "coalesced_kv": "0"}),
         ("attn_mix", {"flash_from": "0"}),
+        ("attn_mix", {"tensors": True}),
+        ("attn_mix", {"kv": "int8"}),
         ("gdn_mix", {"gdn_scan": "registers"}),
         ("gdn_mix", {"gdn_scan": "packed"}),
         ("gdn_mix", {"gdn_scan": "chunked"}),
@@ -299,6 +322,8 @@ def test_tiles_do_not_see_what_was_abandoned():
 @pytest.mark.parametrize("checkpoint", ["tiny", "demo"])
 def test_no_kernel_strays(checkpoint, op, options):
     """No access out of bounds, undeclared, unordered or of memory that nothing wrote."""
+    if options.get("tensors"):
+        options = {"kernels": kernels(instrumented=True, tensors=True)}
     one = Mixer(op, CHECKPOINTS[checkpoint], "bf16", True, options)
     state = one.session.new_state()
     for rows in (1, 3, 33, 1, 250, 1):

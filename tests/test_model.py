@@ -150,7 +150,7 @@ def test_text_that_spells_an_end_token_does_not_end(model: lily.Model) -> None:
 
 
 def test_counts_times_and_looks(model: lily.Model, prompt: tuple[int, ...]) -> None:
-    done = model.generate(PROMPT, max_tokens=7, seed=1)
+    done = model.generate(PROMPT, max_tokens=7, seed=1, reuse="off")
     assert done.usage == lily.Usage(prompt_tokens=len(prompt), completion_tokens=7, cached_tokens=0)
     assert done.usage.total_tokens == len(prompt) + 7
     assert done.finish_reason == "length"

@@ -229,9 +229,9 @@ def test_a_turn_takes_in_only_what_is_new(model: lily.Model) -> None:
             def __getattr__(self, name: str) -> object:
                 return getattr(session, name)
 
-            def extend(self, state: object, tokens: object, *rest: object) -> None:
+            def extend(self, state: object, tokens: object, *rest: object) -> object:
                 taken.append(len(tokens))
-                extend(state, tokens, *rest)
+                return extend(state, tokens, *rest)
 
         session, script._session = script._session, Counted()
         for turn in range(4):

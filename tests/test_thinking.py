@@ -87,13 +87,66 @@ def test_the_last_message_is_continued_and_not_repeated(model: lily.Model) -> No
     assert text_of(model, model.encode(begun, continue_final_message=True)).endswith("\n\nBecause of")
 
 
-def test_calls_are_left_in_the_text(model: lily.Model) -> None:
-    call = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    tool = {"type": "function", "function": {"name": "f", "description": "Do it."}}
-    with scripted(model, f"I must.\n</think>\n\nWait.\n\n{call}"):
-        done = model.generate(QUESTION, tools=[tool])
-    assert done.text == f"Wait.\n\n{call}"
-    assert '"description": "Do it."' in text_of(model, model.encode(QUESTION, tools=[tool]))
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Do it.",
+        "parameters": {"properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_calls_come_apart_from_the_text(model: lily.Model) -> None:
+    with scripted(model, f"I must.\n</think>\n\nWait.\n\n{CALL}\n{CALL}"):
+        done = model.generate(QUESTION, tools=[TOOL])
+        stream = model.stream(QUESTION, tools=[TOOL])
+        deltas = [delta for chunk in stream for delta in chunk.tool_calls]
+        single = model.generate(QUESTION, tools=[TOOL], parallel_tool_calls=False)
+    assert (done.reasoning, done.text, done.finish_reason) == ("I must.", "Wait.", "tool_calls")
+    assert [(call.name, call.arguments, call.parsed) for call in done.tool_calls] == [
+        ("f", '{"a": 1}', {"a": 1})
+    ] * 2
+    assert [delta.name for delta in deltas if delta.id] == ["f", "f"]
+    assert "".join(delta.arguments for delta in deltas if delta.index == 1) == '{"a": 1}'
+    assert stream.completion().finish_reason == "tool_calls"
+    assert (len(single.tool_calls), single.finish_reason) == (1, "tool_calls")
+    assert '"description": "Do it."' in text_of(model, model.encode(QUESTION, tools=[TOOL]))
+
+
+def test_an_answer_that_calls_goes_back_as_a_message(model: lily.Model) -> None:
+    with scripted(model, f"I must.\n</think>\n\nWait.\n\n{CALL}"):
+        done = model.generate(QUESTION, tools=[TOOL])
+    later = model.encode([*QUESTION, done.message, {"role": "tool", "content": "2"}], tools=[TOOL])
+    before = [*model.encode(QUESTION, tools=[TOOL]), *done.tokens]
+    assert later[: len(before)] == before
+
+
+def test_a_call_in_the_thoughts_is_none(model: lily.Model) -> None:
+    with scripted(model, f"Say {CALL}"):
+        done = model.generate(QUESTION, tools=[TOOL])
+    assert (done.tool_calls, done.text, done.finish_reason) == ((), "", "stop")
+    assert CALL in done.reasoning
+
+
+def test_without_tools_nothing_is_taken_for_a_call(model: lily.Model) -> None:
+    with scripted(model, f"</think>{CALL}"):
+        for settings in ({}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
+            done = model.generate(QUESTION, **settings)
+            assert (done.text, done.tool_calls, done.finish_reason) == (CALL, (), "stop")
+    plain = model.encode(QUESTION)
+    assert model.stream(QUESTION, tools=[TOOL], tool_choice="none")._request.tokens.tolist() == plain
+
+
+def test_a_call_that_is_cut_is_valid_and_says_so(model: lily.Model) -> None:
+    with scripted(model, f"</think>{CALL}"):
+        whole = model.generate(QUESTION, tools=[TOOL])
+        for tokens in range(1, len(whole.tokens), 7):
+            done = model.generate(QUESTION, tools=[TOOL], max_tokens=tokens)
+            assert done.finish_reason == "length"
+            assert all(isinstance(call.parsed, dict) for call in done.tool_calls)
+            assert done.tool_calls or done.text or tokens == 1
 
 
 def test_a_stop_string_ends_a_generation(model: lily.Model) -> None:

@@ -1,6 +1,6 @@
-"""Write what is committed but made: src/lily/_core.pyi, and the tables of options and of records in docs/.
+"""Write what is committed but made: src/lily/_core.pyi, and tables in docs/.
 
-The first two come from the built core, the last from bench/records.
+Stub, options and stages come from the built core, records from bench/records, fields from the server.
 
 python tools/generate.py             writes them
 python tools/generate.py --check     writes nothing; exit status 1 and the difference if one is out of date
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 START, END = "<!-- generated: {} -->\n", "<!-- end -->"
 
@@ -21,7 +22,17 @@ def stub() -> str:
     """Give the text of _core.pyi as nanobind's stubgen makes it from the installed core."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "_core.pyi"
-        command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "-m", "lily._core", "-o", str(file)]
+        command = [
+            sys.executable,
+            "-m",
+            "nanobind.stubgen",
+            "--include-private",
+            "--quiet",
+            "-m",
+            "lily._core",
+            "-o",
+            str(file),
+        ]
         subprocess.run(command, check=True)
         return file.read_text()
 
@@ -48,7 +59,7 @@ def options_page(page: str) -> str:
 
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
-    for bench in ("agree", "load", "speed"):
+    for bench in ("agree", "crowd", "load", "serve", "speed"):
         newest: dict[tuple[str, ...], str] = {}
         for file in sorted(records.glob("*.jsonl")):
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -65,6 +76,58 @@ def performance_page(page: str, records: Path) -> str:
     return page
 
 
+def stages_of_the_35b() -> tuple[str, list[str]]:
+    """Give head and rows of the table of decode steps, recorded dry by the core."""
+    from lily import stages
+
+    rows = []
+    for context in stages.CONTEXTS:
+        one = stages.step(None, context, {})
+        megabytes = [f"{count / 1e6:.2f}" for count in (one.read, one.written, one.floor)]
+        cells = [str(context), str(one.dispatches), str(one.stages), *megabytes, f"{one.ratio:.4f}"]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "| context | dispatches | stages | MB read | MB written | floor, MB | of the floor |", rows
+
+
+def kernels_page(page: str, records: Path) -> str:
+    """Give the page of the kernels with the newest counts of bench.traffic, and the 35B's steps."""
+    newest: dict[str, dict[str, dict[str, Any]]] = {}
+    for file in sorted(records.glob("*.jsonl")):
+        for r in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if r["bench"] == "traffic" and r["kept"]:
+                case, figure = r["case"].split(" ")
+                newest.setdefault(case, {})[figure] = r
+    rows = []
+    for case, found in newest.items():
+        kernel, context = case.split("@")
+        megabytes = [f"{found[name]['median']:.4g}" for name in ("lines", "asked", "sectors")]
+        ids = f"{found['lines']['id']} to {found['sectors']['id'].rpartition('-')[2]}"
+        rows.append("| " + " | ".join([f"`{kernel}`", context, *megabytes, ids]) + " |")
+    page = with_table(page, "stages", *stages_of_the_35b())
+    head = "| kernel, or step of the 35B | context | MB in lines | MB asked for | MB in sectors | records |"
+    return with_table(page, "traffic", head, rows)
+
+
+def server_page(page: str) -> str:
+    """Give the server's page with the fields that each endpoint reads, refuses and passes over."""
+    import msgspec
+
+    from lily.server.app import DIALECTS
+
+    rows = []
+    for dialect in DIALECTS:
+        fields = msgspec.structs.fields(dialect.request)
+        read = ", ".join(f"`{field.name}`" + ("*" if field.required else "") for field in fields)
+        refused = ", ".join(
+            f"`{name}`" + "".join(f" (`{json.dumps(value)}`)" for value in harmless)
+            for name, harmless in dialect.refused.items()
+        )
+        ignored = ", ".join(f"`{name}`" for name in dialect.ignored)
+        rows.append(f"| `{dialect.path}` | {read} | {refused} | {ignored} |")
+    head = "| endpoint | read (* needed) | refused | without effect |"
+    return with_table(page, "fields", head, rows)
+
+
 def main() -> int:
     """Write the files, or compare them with what would be written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -72,13 +135,16 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="the checkout")
     arguments = parser.parse_args()
     stub_file = arguments.root / "src/lily/_core.pyi"
-    options, performance = (arguments.root / "docs" / f"{name}.md" for name in ("options", "performance"))
+    pages = ("options", "performance", "kernels", "server")
+    options, performance, kernels, server = (arguments.root / "docs" / f"{name}.md" for name in pages)
     records = arguments.root / "bench" / "records"
     stale = 0
     for file, made in [
         (stub_file, stub()),
         (options, options_page(options.read_text())),
         (performance, performance_page(performance.read_text(), records)),
+        (kernels, kernels_page(kernels.read_text(), records)),
+        (server, server_page(server.read_text())),
     ]:
         committed = file.read_text()
         if committed == made:

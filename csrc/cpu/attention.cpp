@@ -42,8 +42,7 @@ void CpuOps::place_row(const LayerWeights& layer, const Segment& segment, int t,
     for (int h = 0; h < c_.kv_heads; ++h) {
         norm(row(a_.k, r) + static_cast<int64_t>(h) * Dh, layer.attn.k_norm, key);
         rotate(key, position);
-        const size_t plane =
-            segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(h);
+        const size_t plane = segment.state->layout().head * static_cast<size_t>(h);
         kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
                         static_cast<int>(position % kPageTokens), Dh, kv_,
                         segment.state->keys(layer.index, page) + plane,
@@ -61,8 +60,7 @@ void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int fir
         std::fill_n(start, heads.head_dim + 2, 0.f);
         start[0] = -std::numeric_limits<float>::infinity();
     }
-    const size_t plane =
-        segment.state->layout().plane / static_cast<size_t>(c_.kv_heads) * static_cast<size_t>(kv_head);
+    const size_t plane = segment.state->layout().head * static_cast<size_t>(kv_head);
     const int64_t end = segment.position + first + rows;  // of the positions that the last row sees
     for (int64_t page = span * kSpanPages; page < (span + 1) * kSpanPages && page * kPageTokens < end;
          ++page) {

@@ -54,6 +54,10 @@ class CpuOps final : public Ops {
     int threads() const override { return threads_.count(); }
     int recurrent_copies() const override { return 1; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
+    int grid() const override { return 1; }
+    std::string state_order() const override { return "cpu"; }
+    bool maps_files() const override { return true; }
+    void clear_page(std::byte* page, int position) const override;
 
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
@@ -71,7 +75,8 @@ class CpuOps final : public Ops {
     void moe_up(const LayerWeights&, const Batch&) override;
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
-    int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    int32_t drawn() override { return drawn_; }
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
@@ -159,6 +164,7 @@ class CpuOps final : public Ops {
     std::vector<int32_t> first_of_;   // (E + 1) into sorted_
     std::vector<int32_t> active_;     // experts with at least one row
     SampleScratch sample_scratch_;
+    int32_t drawn_ = 0;
 };
 
 }  // namespace lily

@@ -57,6 +57,15 @@ struct F32 {
     static LILY_INLINE float get(const void* p, int64_t i) { return load_as<float>(at(p, i)); }
     static LILY_INLINE Floats vector(const void* p, int64_t i) { return load_as<Floats>(at(p, i)); }
 };
+struct I8 {
+    static LILY_INLINE Floats vector(const void* p, int64_t i) {
+        return __builtin_convertvector(load_as<Bytes>(static_cast<const int8_t*>(p) + i), Floats);
+    }
+};
+template <class Type>
+constexpr bool kScaled = false;  // whether the scales of a page's rows lie behind them
+template <>
+constexpr bool kScaled<I8> = true;
 
 // Values [i, i + kLanes) of which only those before n exist.
 template <class Type>
@@ -370,12 +379,23 @@ void page_softmax(float* scores, int64_t count, int head_dim, float* out) {
     for (int d = 0; d < head_dim; d += kLanes) store(out + 2 + d, load(out + 2 + d) * shrink);
 }
 
+// Scales of a page's rows, which lie behind them, into weights of those rows.
+void page_scales(const void* rows, int head_dim, int64_t count, float* weights) {
+    const auto* scales =
+        reinterpret_cast<const float*>(static_cast<const int8_t*>(rows) + int64_t{kPage} * head_dim);
+    for (int64_t i = 0; i < count; i += kLanes) store(weights + i, load(weights + i) * load(scales + i));
+}
+
 template <int Q, class Type>
 void attend_heads(const AttentionHeads& a, const void* keys, const void* values, int64_t count,
                   const float* query, float* scores, float* out) {
     const int64_t stride = a.head_dim + 2;
     page_scores<Q, Type>(keys, query, a.head_dim, count, scores);
-    for (int h = 0; h < Q; ++h) page_softmax(scores + h * kPage, count, a.head_dim, out + h * stride);
+    for (int h = 0; h < Q; ++h) {
+        if (kScaled<Type>) page_scales(keys, a.head_dim, count, scores + h * kPage);
+        page_softmax(scores + h * kPage, count, a.head_dim, out + h * stride);
+        if (kScaled<Type>) page_scales(values, a.head_dim, count, scores + h * kPage);
+    }
     int first = 0;
     for (; first + 2 * kLanes <= a.head_dim; first += 2 * kLanes)
         page_values<Q, 2, Type>(values, scores, a.head_dim, count, first, out + 2, stride);
@@ -399,7 +419,9 @@ void attend_as(const AttentionHeads& a, const void* keys, const void* values, in
 
 void attend(const AttentionHeads& a, const void* keys, const void* values, int64_t count, const float* query,
             float* scores, float* out) {
-    const auto attend = a.kv == DType::bf16 ? attend_as<Bf16> : attend_as<F32>;
+    const auto attend = a.kv == DType::bf16 ? attend_as<Bf16>
+                        : a.kv == DType::i8 ? attend_as<I8>
+                                            : attend_as<F32>;
     attend(a, keys, values, count, query, scores, out);
 }
 
@@ -414,8 +436,24 @@ void merge(float* into, const float* from, int heads, int head_dim) {
     }
 }
 
+// A row in int8, number i at out + i * stride, and its scale behind the page's rows.
+void append_int8(const float* row, int slot, int head_dim, int64_t stride, int8_t* page, int8_t* out) {
+    float most = 0;
+    for (int d = 0; d < head_dim; ++d) most = __builtin_fabsf(row[d]) > most ? __builtin_fabsf(row[d]) : most;
+    const float scale = most / 127.f;
+    reinterpret_cast<float*>(page + int64_t{kPage} * head_dim)[slot] = scale;
+    for (int d = 0; d < head_dim; ++d)
+        out[d * stride] = static_cast<int8_t>(scale > 0 ? __builtin_rintf(row[d] / scale) : 0.f);
+}
+
 void append(const float* key, const float* value, int slot, int head_dim, DType kv, void* keys,
             void* values) {
+    if (kv == DType::i8) {
+        auto *k = static_cast<int8_t*>(keys), *v = static_cast<int8_t*>(values);
+        append_int8(key, slot, head_dim, kPage, k, k + slot);
+        append_int8(value, slot, head_dim, 1, v, v + slot * head_dim);
+        return;
+    }
     for (int d = 0; d < head_dim; ++d) {
         if (kv == DType::bf16) {
             static_cast<uint16_t*>(keys)[d * kPage + slot] = to_bf16(key[d]);

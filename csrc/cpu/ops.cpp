@@ -14,19 +14,23 @@ namespace lily {
 namespace {
 
 constexpr size_t kHugePage = 2 << 20;
+// From here on memory comes from the system and goes back to it. What is smaller is aligned here: glibc's
+// aligned_alloc does not find again what it was given back, and states that come and go made a process grow
+// without end.
+constexpr size_t kMapped = 64 << 10;
+constexpr size_t kCacheLine = 64;
 
 Memory map_memory(size_t bytes) {
-    if (bytes < kHugePage) {
-        const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
-        auto* p = static_cast<std::byte*>(std::aligned_alloc(64, whole));
-        if (!p) throw std::bad_alloc();
-        std::memset(p, 0, whole);
-        return Memory(p, std::free);
+    if (bytes < kMapped) {
+        auto* base = static_cast<std::byte*>(std::calloc(1, bytes + kCacheLine));
+        if (!base) throw std::bad_alloc();
+        const auto at = reinterpret_cast<uintptr_t>(base);
+        return Memory(base + (kCacheLine - at % kCacheLine), [base](std::byte*) { std::free(base); });
     }
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(p, bytes, MADV_HUGEPAGE);
+    if (bytes >= kHugePage) madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
@@ -131,6 +135,22 @@ void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
+void CpuOps::clear_page(std::byte* page, int position) const {
+    const auto Dh = static_cast<size_t>(c_.head_dim), size = bytes_of(kv_);
+    const size_t rows = Dh * kPageTokens * size, scale = bytes_of_scale(kv_);
+    const auto kept = static_cast<size_t>(position);
+    const int heads = 2 * c_.attention_layers() * c_.kv_heads;
+    for (int plane = 0; plane < heads; ++plane, page += rows + kPageTokens * scale) {
+        std::memset(page + rows + kept * scale, 0, (kPageTokens - kept) * scale);
+        if (plane / c_.kv_heads % 2 == 1) {  // values (256, Dh)
+            std::memset(page + kept * Dh * size, 0, (kPageTokens - kept) * Dh * size);
+            continue;
+        }
+        for (size_t d = 0; d < Dh; ++d)  // keys (Dh, 256)
+            std::memset(page + (d * kPageTokens + kept) * size, 0, (kPageTokens - kept) * size);
+    }
+}
+
 // A few tasks a thread, so that uneven threads even out, of whole cache lines of output.
 int64_t CpuOps::outputs_of_task(int64_t outputs) const {
     const int64_t even = outputs / (threads_.count() * 4);
@@ -189,7 +209,8 @@ void CpuOps::embed(const Linear& w, const Batch& batch) {
         return float_at(t.data, t.dtype, static_cast<size_t>(i));
     };
     threads_.run(batch.rows, batch.rows * w.columns * kRowWork, [&](int64_t r, int) {
-        const int64_t token = batch.tokens[static_cast<size_t>(r)];
+        const int32_t given = batch.tokens[static_cast<size_t>(r)];
+        const int64_t token = given == kDrawn ? drawn_ : given;
         float* x = row(a_.x, r);
         for (int64_t k = 0; k < w.columns; ++k) {
             if (w.bits == 0) {
@@ -212,8 +233,8 @@ void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
              rows);
 }
 
-int32_t CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    return sample_token(logits, sampling, draw, sample_scratch_);
+void CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
+    drawn_ = sample_token(logits, sampling, draw, sample_scratch_);
 }
 
 void CpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
@@ -227,17 +248,15 @@ void CpuOps::read_state(const LayerWeights& layer, const State& state, float* fi
         return;
     }
     const int64_t Dh = c_.head_dim, length = state.length();
-    const auto number = [&](const std::byte* plane, int64_t i) {
-        return float_at(plane, kv_, static_cast<size_t>(i));
-    };
     for (int64_t h = 0; h < c_.kv_heads; ++h)
         for (int64_t t = 0; t < length; ++t)
             for (int64_t d = 0; d < Dh; ++d) {
-                const int64_t page = t / kPageTokens, slot = t % kPageTokens, head = h * kPageTokens * Dh;
+                const int64_t page = t / kPageTokens, slot = t % kPageTokens;
+                const auto head = state.layout().head * static_cast<size_t>(h);
                 first[(h * length + t) * Dh + d] =
-                    number(state.keys(layer.index, page), head + d * kPageTokens + slot);
+                    kept_at(state.keys(layer.index, page) + head, kv_, Dh, d * kPageTokens + slot, slot);
                 second[(h * length + t) * Dh + d] =
-                    number(state.values(layer.index, page), head + slot * Dh + d);
+                    kept_at(state.values(layer.index, page) + head, kv_, Dh, slot * Dh + d, slot);
             }
 }
 

@@ -55,7 +55,8 @@ args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment&
 // appended by the dispatch that attends.
 void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
     const std::span<const Segment> segments = batch.segments;
-    if (std::all_of(segments.begin(), segments.end(), [](const Segment& s) { return s.length == 1; }))
+    if (std::all_of(segments.begin(), segments.end(),
+                    [&](const Segment& s) { return s.length == 1 && !flashes(s); }))
         return attend(layer, segments, batch.rows);
     for (const Segment& s : segments) {
         const bool tiled = flashes(s);
@@ -71,19 +72,37 @@ void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
 // Whether a segment's attention goes through matrix tiles. They round keys and values to bf16, so who
 // keeps them in f32 gets the kernels that do not; and they take heads of a few widths.
 bool GpuOps::flashes(const Segment& s) const {
-    return options_.flash_from > 0 && s.length >= options_.flash_from && kv_ == DType::bf16 &&
+    return options_.flash_from > 0 && s.choice() >= options_.flash_from && kv_ == DType::bf16 &&
            (c_.head_dim == 64 || c_.head_dim == 128 || c_.head_dim == 256);
 }
 
-// Keys and values of a layer in the pages from the one that holds `position` to the last of the segment.
-void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment& s, int64_t position,
-                         bool written) const {
-    for (int64_t page = position / kPageTokens; page * kPageTokens < s.position + s.length; ++page)
-        reached.push_back({s.state->keys(layer, page), 2 * s.state->layout().plane, written});
+// Keys and values of a layer in the pages that hold positions [begin, end), which it reads or writes.
+void GpuOps::reach_pages(std::vector<Binding>& reached, int layer, const Segment& s, int64_t begin,
+                         int64_t end, bool written) const {
+    const size_t plane = s.state->layout().plane;
+    for (int64_t page = begin / kPageTokens; page * kPageTokens < s.position + s.length; ++page) {
+        const int64_t first = std::max(begin, page * kPageTokens),
+                      last = std::min(end, (page + 1) * kPageTokens);
+        const size_t bytes =
+            2 * plane / kPageTokens * static_cast<size_t>(std::max<int64_t>(0, last - first));
+        std::byte* keys = s.state->keys(layer, page);
+        reached.push_back(written ? Binding::write(keys, 2 * plane).writing(bytes)
+                                  : Binding::read(keys, 2 * plane).reading(bytes));
+    }
+}
+
+// The page tables of segments that follow each other in a batch: whole, but read as far as there are pages.
+Binding GpuOps::tables(std::span<const Segment> segments) const {
+    size_t pages = 0;
+    for (const Segment& s : segments)
+        pages += static_cast<size_t>((s.position + s.length + kPageTokens - 1) / kPageTokens);
+    const size_t bytes = segments.size() * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
+    return Binding::read(pages_ + number_of(segments[0]) * pages_of_sequence_, bytes)
+        .reading(pages * sizeof(std::byte*));
 }
 
 const char* GpuOps::kv_name() const {
-    return kv_ == DType::bf16 ? "bf16" : "f32";
+    return kv_ == DType::bf16 ? "bf16" : kv_ == DType::i8 ? "int8" : "f32";
 }
 
 // Consecutive dimensions of a head that a lane takes.
@@ -97,7 +116,7 @@ void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
     const int64_t end = s.position + s.length;
     if (clears) p.cleared = static_cast<uint32_t>((end + kBlock - 1) / kBlock * kBlock - end);
     std::vector<Binding> reached;
-    reach_pages(reached, layer.index, s, s.position, true);
+    reach_pages(reached, layer.index, s, s.position, end + p.cleared, true);
     run(recorder_,
         {.kernel = format("attn_mix_place_%s_%d", kv_name(), dimensions_of_lane()),
          .groups = {p.kv_heads, p.tokens + p.cleared, 1},
@@ -107,10 +126,10 @@ void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
         Buffers()
             .read(row(a_.k, s.row), bytes_of_rows(a_.k, s.length))
             .read(row(a_.v, s.row), bytes_of_rows(a_.v, s.length))
-            .read(layer.attn.k_norm)
+            .read(here(layer).attn.k_norm)
             .read(turns_of(s.row), bytes_of_turns(s.length))
             .read(sequence_of(s), sizeof(args::Sequence))
-            .read(pages_of(s), bytes_of_tables(1)));
+            .add(tables({&s, 1})));
 }
 
 // Attention over spans of the rows of segments that are one row each, or of one segment whose rows are
@@ -146,9 +165,17 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
     const size_t results = p.spans > 1 ? p.tokens * p.heads * p.spans * (p.head_dim + 2) * sizeof(float) : 0;
     std::vector<Binding> reached;
     for (const Segment& segment : segments) {
-        if (p.appends) reach_pages(reached, layer.index, segment, segment.position, true);
-        reach_pages(reached, layer.index, segment, 0, false);
+        const int64_t seen = segment.position + (p.appends ? 0 : p.before + p.tokens);
+        reach_pages(reached, layer.index, segment, 0, seen, false);
+        if (!p.appends) continue;
+        Binding& last = reached.back();  // the page that holds the row's own position
+        last.written = true;
+        last.writes = last.bytes / kPageTokens;
     }
+    const Tensor& k_norm = here(layer).attn.k_norm;
+    const size_t qg_bytes = bytes_of_rows(a_.qg, rows), k_bytes = bytes_of_rows(a_.k, rows);
+    const size_t y_bytes = bytes_of_rows(a_.y, rows);
+    const size_t gates = p.spans > 1 ? qg_bytes / 2 : 0;  // left to the merge
     run(recorder_,
         {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads,
                           wide ? "true" : "false"),
@@ -157,30 +184,31 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
          .reached = reached},
         p,
         Buffers()
-            .read(row(a_.qg, first), bytes_of_rows(a_.qg, rows))
-            .read(row(a_.k, first), bytes_of_rows(a_.k, rows))
-            .read(row(a_.v, first), bytes_of_rows(a_.v, rows))
-            .read(layer.attn.q_norm)
-            .read(layer.attn.k_norm)
+            .add(Binding::read(row(a_.qg, first), qg_bytes).reading(qg_bytes - gates))
+            .add(Binding::read(row(a_.k, first), k_bytes).reading(p.appends ? k_bytes : 0))
+            .add(Binding::read(row(a_.v, first), k_bytes).reading(p.appends ? k_bytes : 0))
+            .read(here(layer).attn.q_norm)
+            .add(Binding::read(k_norm.data, k_norm.bytes()).reading(p.appends ? k_norm.bytes() : 0))
             .read(turns_of(first), bytes_of_turns(rows))
             .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
-            .read(pages_of(s), bytes_of_tables(segments.size()))
+            .add(tables(segments))
             .write(partial_, results)
-            .write(row(a_.y, first), bytes_of_rows(a_.y, rows)));
+            .add(Binding::write(row(a_.y, first), y_bytes).writing(p.spans > 1 ? 0 : y_bytes)));
     if (p.spans == 1) return;
     run(recorder_, {.kernel = "attn_mix_merge", .groups = {p.heads, p.tokens, 1}}, p,
         Buffers()
             .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
             .read(partial_, results)
-            .read(row(a_.qg, first), bytes_of_rows(a_.qg, rows))
-            .write(row(a_.y, first), bytes_of_rows(a_.y, rows)));
+            .add(Binding::read(row(a_.qg, first), qg_bytes).reading(gates))
+            .write(row(a_.y, first), y_bytes));
 }
 
 void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
     const args::Attention p = attention_args(layer, s);
     const uint32_t rows = p.tokens * (p.heads / p.kv_heads);
     std::vector<Binding> reached;
-    reach_pages(reached, layer.index, s, 0, false);
+    const int64_t end = (s.position + s.length + kBlock - 1) / kBlock * kBlock;  // with what place() cleared
+    reach_pages(reached, layer.index, s, 0, end, false);
     run(recorder_,
         {.kernel = format("attn_mix_flash_%d", c_.head_dim),
          .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
@@ -189,10 +217,10 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
         p,
         Buffers()
             .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))
-            .read(layer.attn.q_norm)
+            .read(here(layer).attn.q_norm)
             .read(turns_of(s.row), bytes_of_turns(s.length))
             .read(sequence_of(s), sizeof(args::Sequence))
-            .read(pages_of(s), bytes_of_tables(1))
+            .add(tables({&s, 1}))
             .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length)));
 }
 

@@ -2,6 +2,9 @@
 // and declares what each dispatch reads and writes; the recorder turns that into barriers.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <initializer_list>
 #include <memory>
 #include <span>
@@ -12,7 +15,6 @@
 #include "metal/args.h"
 #include "ops.h"
 #include "options.h"
-#include "sample.h"
 
 namespace lily {
 
@@ -26,12 +28,18 @@ class GpuOps final : public Ops {
     int threads() const override { return 1; }
     int recurrent_copies() const override { return 2; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
+    int grid() const override;
+    std::string state_order() const override { return "gpu"; }
+    bool maps_files() const override { return false; }
+    void clear_page(std::byte* page, int position) const override;
 
-    Memory allocate(size_t bytes) override { return device_->allocate(bytes); }
+    Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
+    bool host_reads() const override { return device_->reads_host_memory(); }
     void begin(const Batch&) override;
     void finish() override { recorder_.finish(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
+    std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }
 
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
@@ -44,7 +52,8 @@ class GpuOps final : public Ops {
     void moe_up(const LayerWeights&, const Batch&) override;
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
-    int32_t sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
+    int32_t drawn() override;
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
@@ -71,6 +80,8 @@ class GpuOps final : public Ops {
     bool tiled(const Batch&) const;
     static uint32_t block_rows(uint32_t T);
     static uint32_t threads_of_block(uint32_t rows);
+    void allocate_expanded();
+    Linear expanded(const Linear&, int place = 0);
     void norm_rows(const Tensor& norm, uint32_t T, void* h, DType type);
     void multiply(const Linear&, const Rows& x, uint32_t T, float* y, bool add = false);
     void project(const Tensor& norm, uint32_t T,
@@ -79,13 +90,17 @@ class GpuOps final : public Ops {
     // Experts of many rows: gpu/moe.cpp.
     void allocate_experts();
     uint32_t most_tiles(uint32_t T) const;
+    int64_t most_experts(uint32_t T) const {
+        return std::min<int64_t>(c_.experts, int64_t{T} * c_.experts_per_token);
+    }
     void sort_assignments(const LayerWeights&, uint32_t T);
+    void sort_on_host(const args::MoeSort&);
     void moe_route_tiles(const LayerWeights&, const args::MoeRoute&, uint32_t T);
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
 
     int64_t number_of(const Segment&) const;
-    const args::Sequence* sequence_of(const Segment& s) const { return sequences_ + number_of(s); }
+    const args::Sequence* sequence_of(const Segment& s) const { return sequence_list_ + number_of(s); }
 
     // gpu/gdn.cpp
     bool chunks() const;
@@ -102,19 +117,22 @@ class GpuOps final : public Ops {
     int dimensions_of_lane() const;
     void allocate_attention();
     args::Attention attention_args(const LayerWeights&, const Segment&) const;
-    std::byte** pages_of(const Segment& s) const { return pages_ + number_of(s) * pages_of_sequence_; }
-    size_t bytes_of_tables(size_t sequences) const {
-        return sequences * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
-    }
+    Binding tables(std::span<const Segment>) const;
     const float* turns_of(int64_t r) const { return turns_ + r * c_.rotary_dim; }
     size_t bytes_of_turns(int64_t rows) const {
         return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float);
     }
-    void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t position, bool written) const;
+    void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t begin, int64_t end,
+                     bool written) const;
     void place(const LayerWeights&, const Segment&, bool clears);
     void attend(const LayerWeights&, std::span<const Segment>, int rows);
     void attend_pass(const LayerWeights&, std::span<const Segment>, const args::Attention&);
     void flash(const LayerWeights&, const Segment&);
+
+    // gpu/sample.cpp
+    void allocate_draw(int64_t vocab);
+    uint32_t list_edits(const Sampling&, const Draw&);
+    const float* adjust(std::span<const float> logits, const Sampling&, const Draw&);
 
     static constexpr int kSequences = 64;  // of a batch
 
@@ -130,10 +148,10 @@ class GpuOps final : public Ops {
     std::vector<Memory> owned_;
     size_t scratch_bytes_ = 0;
     Activations a_;
-    int32_t* tokens_ = nullptr;            // (T)
-    float* turns_ = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
-    float* logits_ = nullptr;              // (rows at a time, V)
-    args::Sequence* sequences_ = nullptr;  // (kSequences)
+    int32_t* tokens_ = nullptr;  // (T)
+    float* turns_ = nullptr;     // (T, R / 2, 2): cosine and sine of each row's position
+    std::array<args::Sequence, kSequences> sequences_ = {};
+    args::Sequence* sequence_list_ = nullptr;  // (kSequences): the same where the device has them
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
     float* gates_ = nullptr;     // (rows of whole chunks, Hv, 2): log decay, beta
@@ -145,6 +163,7 @@ class GpuOps final : public Ops {
     int64_t results_ = 0;
     std::byte** pages_ = nullptr;  // (kSequences, pages of the longest context): their addresses
 
+    void* expanded_[2] = {};       // the largest matrix each, bf16: if weights are expanded before products
     void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
     uint32_t* order_ = nullptr;    // (T K): assignments sorted by expert
     uint32_t* counts_ = nullptr;   // (runs of assignments, E)
@@ -160,7 +179,19 @@ class GpuOps final : public Ops {
     Linear embedding_, head_;
     Tensor norm_;
     std::vector<LayerWeights> layers_;  // with every matrix where the device reads it
-    SampleScratch sample_scratch_;
+
+    int64_t drawable_ = 0;         // V that there is room for
+    uint32_t* best_ = nullptr;     // (kLogitRows, V / 32): of each block of logits, as metal/logits.h has it
+    float* adjusted_ = nullptr;    // (V)
+    args::Edit* edits_ = nullptr;  // (V)
+    std::vector<args::Edit> listed_;  // the same, as the host writes them
+    uint32_t* allowed_ = nullptr;     // (V / 32)
+    int32_t* token_ = nullptr;        // (1): the one drawn
+    std::atomic<const float*> best_of_ =
+        nullptr;                       // the logits whose best are in best_, if they are the head's last row
+    std::span<const float> drawn_of_;  // what token_ was drawn from
+    bool embedded_ = false;            // whether x begins with the row of the one drawn
+    const int32_t* taken_ = nullptr;   // (T): where the pass's tokens are, tokens_ or token_
 };
 
 }  // namespace lily

@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "state.h"
+#include "traffic.h"
 
 namespace lily {
 
@@ -16,6 +19,15 @@ struct Binding {
     const void* data = nullptr;
     size_t bytes = 0;
     bool written = false;
+    size_t reads = 0, writes = 0;  // how many of the bytes it reads and writes, where it can say; else all
+
+    static Binding read(const void* data, size_t bytes) { return {data, bytes, false, bytes, 0}; }
+    static Binding write(void* data, size_t bytes) { return {data, bytes, true, 0, bytes}; }
+    static Binding update(void* data, size_t bytes) { return {data, bytes, true, bytes, bytes}; }
+
+    // The same of which only so many bytes are read, or written.
+    Binding reading(size_t some) const { return {data, bytes, written, some, writes}; }
+    Binding writing(size_t some) const { return {data, bytes, written, reads, some}; }
 };
 
 struct Dispatch {
@@ -32,15 +44,32 @@ struct Dispatch {
 struct Device {
     virtual ~Device() = default;
     virtual std::string name() const = 0;
-    virtual Memory allocate(size_t bytes) = 0;   // zero-filled, readable by the host after finish()
+    virtual Memory allocate(size_t bytes) = 0;   // zero-filled
     virtual void dispatch(const Dispatch&) = 0;  // may run beside earlier ones until a barrier
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote
     virtual void drop_barrier(int64_t) {
     }  // for tests of the simulator: the n-th barrier from here does nothing
+    // Where the GPU has memory of its own, the host reaches it through these alone. Both come after all that
+    // was asked for before.
+    virtual bool reads_host_memory() const { return true; }        // whether kernels may be handed the host's
+    virtual void copy(void* to, const void* from, size_t bytes) {  // either side may be either's; waits
+        finish();
+        std::memcpy(to, from, bytes);
+    }
+    virtual void write(void* to, const void* from,
+                       size_t bytes) {  // from the host's, which may change at once
+        std::memcpy(to, from, bytes);
+    }
+    // The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
+    virtual std::vector<RecordedDispatch> recorded() { return {}; }
     virtual void finish() = 0;  // waits; throws DeviceError for what went wrong since the last time
 };
 
 // Runs kernels that tools/metal compiled for the CPU. `folder` holds them.
 std::unique_ptr<Device> make_simulator(const std::string& folder);
+
+// The first NVIDIA GPU, with kernels that tools/metal compiled to PTX, `file`. Throws DeviceError without
+// one.
+std::unique_ptr<Device> make_cuda(const std::string& file);
 
 }  // namespace lily

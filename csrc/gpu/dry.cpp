@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 
 #include "forward.h"
@@ -19,6 +20,7 @@ class Notebook final : public Device {
     std::string name() const override { return "dry"; }
 
     Memory allocate(size_t bytes) override {
+        allocated_ += bytes;
         const size_t whole = bytes ? bytes : 1;
         void* p =
             mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -27,17 +29,23 @@ class Notebook final : public Device {
     }
 
     void dispatch(const Dispatch& d) override {
-        size_t bytes = d.args.size();
+        notes_.push_back({.kernel = d.kernel,
+                          .stage = stage_,
+                          .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
+                          .threads = d.threads,
+                          .memory = {}});
         for (const auto& list : {d.buffers, d.reached})
-            for (const Binding& b : list) bytes += b.bytes;
-        notes_.push_back(
-            {d.kernel, stage_, int64_t{d.groups[0]} * d.groups[1] * d.groups[2], d.threads, bytes});
+            for (const Binding& b : list)
+                notes_.back().memory.push_back({.bytes = b.bytes, .reads = b.reads, .writes = b.writes});
     }
 
     void barrier() override { ++stage_; }
     void finish() override {}
 
+    size_t allocated() const { return allocated_; }
+
    private:
+    size_t allocated_ = 0;
     std::vector<RecordedDispatch>& notes_;
     int64_t stage_ = 0;
 };
@@ -138,16 +146,42 @@ class Phantom {
 std::vector<RecordedDispatch> record_decode(const Config& config, const Options& options, int64_t position) {
     std::vector<RecordedDispatch> notes;
     const Phantom phantom(config);
-    const DType kv = options.kv == "f32" ? DType::f32 : DType::bf16;
+    const DType kv = kv_type(options.kv);
     GpuOps ops(phantom.weights(), options, 1, kv, std::make_unique<Notebook>(notes));
-    State state(StateLayout(config, kv, ops.recurrent_copies()), ops);
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
     state.prepare(position + 1, ops);
     state.advance(position);
-    const int32_t token = 0;
+    const std::span<const float> logits(state.new_logits(ops), static_cast<size_t>(config.vocab));
+    ops.sample(logits, {}, {position, {}, {}});  // by the step before
+    notes.clear();
+    const int32_t token = kDrawn;
     const Segment segment{&state, 0, 1, position};
     forward(phantom.weights(), ops, {{&token, 1}, {&segment, 1}, 1});
-    ops.head(phantom.weights(), 0, 1, state.logits());
+    ops.head(phantom.weights(), 0, 1, state.new_logits(ops));
+    ops.sample(logits, {}, {position + 1, {}, {}});
+    const int64_t first = notes.front().stage;
+    for (RecordedDispatch& note : notes) note.stage -= first;
     return notes;
+}
+
+size_t scratch_of_prefill(const Config& config, const Options& options, int64_t tokens) {
+    std::vector<RecordedDispatch> notes;
+    const Phantom phantom(config);
+    const DType kv = kv_type(options.kv);
+    auto notebook = std::make_unique<Notebook>(notes);
+    const Notebook& device = *notebook;
+    GpuOps ops(phantom.weights(), options, options.prefill_chunk, kv, std::move(notebook));
+    State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
+    const std::vector<int32_t> zeros(static_cast<size_t>(options.prefill_chunk));
+    for (int64_t done = 0; done < tokens; done = state.length()) {
+        const auto rows = static_cast<int>(std::min<int64_t>(options.prefill_chunk, tokens - done));
+        state.prepare(rows, ops);
+        const Segment segment{&state, 0, rows, done};
+        forward(phantom.weights(), ops,
+                {std::span(zeros).first(static_cast<size_t>(rows)), {&segment, 1}, rows});
+        notes.clear();
+    }
+    return device.allocated() - state.bytes();
 }
 
 }  // namespace lily

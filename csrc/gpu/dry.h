@@ -2,23 +2,19 @@
 // GPU.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "config.h"
 #include "options.h"
+#include "traffic.h"
 
 namespace lily {
 
-struct RecordedDispatch {
-    std::string kernel;
-    int64_t stage = 0;       // dispatches of one stage run side by side; a barrier lies between two stages
-    int64_t groups = 0;      // threadgroups
-    int64_t threads = 0;     // of a threadgroup
-    size_t bound_bytes = 0;  // of all buffers it names, whether it reads all of them or not
-};
-
-// The dispatches that take in one token at a position and end with its logits.
+// The dispatches that take in one token at a position and draw the next.
 std::vector<RecordedDispatch> record_decode(const Config& config, const Options& options, int64_t position);
+
+// The bytes allocated while a prompt of so many tokens is taken in, besides weights and the prompt's own
+// state.
+size_t scratch_of_prefill(const Config& config, const Options& options, int64_t tokens);
 
 }  // namespace lily

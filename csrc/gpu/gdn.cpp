@@ -41,7 +41,8 @@ void GpuOps::allocate_gdn() {
 // A few tokens, of any number of sequences, go through one kernel; many of one sequence through a scan.
 void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     const auto many = [&](const Segment& s) {
-        return options_.gdn_scan_from > 0 && s.length >= std::max(options_.gdn_scan_from, c_.conv_taps - 1);
+        return options_.gdn_scan_from > 0 && s.choice() >= options_.gdn_scan_from &&
+               s.length >= c_.conv_taps - 1;
     };
     std::span<const Segment> rest = batch.segments;
     while (!rest.empty()) {
@@ -77,8 +78,8 @@ void GpuOps::gdn_step(const LayerWeights& layer, std::span<const Segment> segmen
     std::vector<Binding> reached;
     for (const Segment& s : segments) {
         const size_t bytes = (s.state->layout().conv + s.state->layout().delta) * sizeof(float);
-        reached.push_back({s.state->conv(layer.index), bytes, false});
-        reached.push_back({s.state->next_conv(layer.index), bytes, true});
+        reached.push_back(Binding::read(s.state->conv(layer.index), bytes));
+        reached.push_back(Binding::write(s.state->next_conv(layer.index), bytes));
     }
     const int64_t end = segments.back().row + segments.back().length;
     run(recorder_,
@@ -92,9 +93,9 @@ void GpuOps::gdn_step(const LayerWeights& layer, std::span<const Segment> segmen
             .read(a_.qkv.data, bytes_of_rows(a_.qkv, end))
             .read(a_.b.data, bytes_of_rows(a_.b, end))
             .read(a_.a.data, bytes_of_rows(a_.a, end))
-            .read(layer.gdn.conv)
-            .read(layer.gdn.a_log)
-            .read(layer.gdn.dt_bias)
+            .read(here(layer).gdn.conv)
+            .read(here(layer).gdn.a_log)
+            .read(here(layer).gdn.dt_bias)
             .read(sequence_of(segments[0]), segments.size() * sizeof(args::Sequence))
             .write(a_.y.data, bytes_of_rows(a_.y, end)));
 }
@@ -106,10 +107,10 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
     const size_t conv_bytes = layout.conv * sizeof(float), delta_bytes = layout.delta * sizeof(float);
     const size_t prepared_bytes = rows * c_.channels() * sizeof(float);
     const size_t gate_bytes = rows * c_.value_heads * 2 * sizeof(float);
-    const std::vector<Binding> conv = {{s.state->conv(layer.index), conv_bytes, false},
-                                       {s.state->next_conv(layer.index), conv_bytes, true}};
-    const std::vector<Binding> delta = {{s.state->delta(layer.index), delta_bytes, false},
-                                        {s.state->next_delta(layer.index), delta_bytes, true}};
+    const std::vector<Binding> conv = {Binding::read(s.state->conv(layer.index), conv_bytes),
+                                       Binding::write(s.state->next_conv(layer.index), conv_bytes)};
+    const std::vector<Binding> delta = {Binding::read(s.state->delta(layer.index), delta_bytes),
+                                        Binding::write(s.state->next_delta(layer.index), delta_bytes)};
     run(recorder_,
         {.kernel = "gdn_mix_prepare",
          .groups = {2 * p.key_heads + p.value_heads, static_cast<uint32_t>(rows) / kSimdsOfScan, 1},
@@ -120,11 +121,11 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
             .read(row(a_.qkv, s.row), bytes_of_rows(a_.qkv, s.length))
             .read(row(a_.b, s.row), bytes_of_rows(a_.b, s.length))
             .read(row(a_.a, s.row), bytes_of_rows(a_.a, s.length))
-            .read(layer.gdn.conv)
-            .read(layer.gdn.a_log)
-            .read(layer.gdn.dt_bias)
+            .read(here(layer).gdn.conv)
+            .read(here(layer).gdn.a_log)
+            .read(here(layer).gdn.dt_bias)
             .read(sequence_of(s), sizeof(args::Sequence))
-            .write(prepared_, prepared_bytes)
+            .update(prepared_, prepared_bytes)  // it scales q and k once their lengths are known
             .write(gates_, gate_bytes));
     if (chunks()) return gdn_chunks(p, s, rows, delta);
 

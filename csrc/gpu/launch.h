@@ -28,20 +28,26 @@ inline uint32_t ceil_div(int64_t a, int64_t b) {
 // What a dispatch binds, in the order of the kernel's arguments.
 class Buffers {
    public:
-    Buffers& read(const void* data, size_t bytes) { return add({data, bytes, false}); }
-    Buffers& write(void* data, size_t bytes) { return add({data, bytes, true}); }
+    Buffers& read(const void* data, size_t bytes) { return add(Binding::read(data, bytes)); }
+    Buffers& write(void* data, size_t bytes) { return add(Binding::write(data, bytes)); }
+    Buffers& update(void* data, size_t bytes) { return add(Binding::update(data, bytes)); }
     Buffers& read(const Tensor& t) { return read(t.data, t.bytes()); }
-    Buffers& weights(const Linear& w) {
-        const Tensor &scales = w.bits ? w.scales : w.weight, &biases = w.bits ? w.biases : w.weight;
-        return read(w.weight).read(scales).read(biases);
+    Buffers& weights(const Linear& w) { return weights(w, w.rows); }
+    Buffers& weights(const Linear& w, int64_t rows) {  // of which it reads so many rows
+        const auto all = static_cast<size_t>(w.rows), some = static_cast<size_t>(rows);
+        for (const Tensor* t : {&w.weight, &w.scales, &w.biases}) {
+            const Tensor& bound = *t ? *t : w.weight;  // a plain matrix has no scales: bound, not read
+            add(Binding::read(bound.data, bound.bytes()).reading(t->bytes() / all * some));
+        }
+        return *this;
     }
-    std::span<const Binding> list() const { return {list_.data(), count_}; }
-
-   private:
     Buffers& add(const Binding& binding) {
         list_[count_++] = binding;
         return *this;
     }
+    std::span<const Binding> list() const { return {list_.data(), count_}; }
+
+   private:
     std::array<Binding, 30> list_ = {};
     size_t count_ = 0;
 };

@@ -1,4 +1,6 @@
 // GpuOps: products of many rows, and the norms before them.
+#include <algorithm>
+
 #include "gpu/backend.h"
 #include "gpu/launch.h"
 
@@ -7,7 +9,7 @@ namespace lily {
 // Whether a pass multiplies in tiles. Only a prompt's: several sequences in one pass are continued row by
 // row, so that none of them depends on how many there are.
 bool GpuOps::tiled(const Batch& batch) const {
-    return fits_tiles_ && batch.segments.size() == 1 && batch.rows >= options_.matmul_rows;
+    return fits_tiles_ && batch.segments.size() == 1 && batch.segments[0].choice() >= options_.matmul_rows;
 }
 
 // The rows that a threadgroup takes of T: as few as hold all, so that a short prompt keeps all SIMD-groups
@@ -19,6 +21,33 @@ uint32_t GpuOps::block_rows(uint32_t T) {
 // Of the kernels' Block16, Block32 and Block128: metal/matmul.h.
 uint32_t GpuOps::threads_of_block(uint32_t rows) {
     return rows == 16 ? 64 : 128;
+}
+
+// Room for a product's matrices, two for one with SwiGLU, if they are expanded before it.
+void GpuOps::allocate_expanded() {
+    if (options_.fused_dequantisation) return;
+    int64_t most = 0;
+    for (const LayerWeights& layer : layers_) {
+        const GdnWeights& g = layer.gdn;
+        const AttentionWeights& a = layer.attn;
+        const MoeWeights& m = layer.moe;
+        for (const Linear* w :
+             {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out, &a.q, &a.k, &a.v, &a.out, &m.router, &m.gate,
+              &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down, &m.shared_expert_gate})
+            if (w->bits) most = std::max(most, w->rows * w->columns);
+    }
+    for (void*& place : expanded_) place = scratch((most + 1) / 2);
+}
+
+// The matrix that a product takes: the stored one, or the numbers that it stands for, which are the same.
+Linear GpuOps::expanded(const Linear& w, int place) {
+    if (options_.fused_dequantisation || w.bits == 0) return w;
+    const Tensor numbers(expanded_[place], DType::bf16, {w.rows, w.columns});
+    const args::Matrix p = matrix(w);
+    const int64_t words = w.rows * w.columns * w.bits / 32;
+    run(recorder_, {.kernel = "expand", .groups = {ceil_div(words, kSimds * kSimd), 1, 1}}, p,
+        Buffers().weights(w).write(numbers.data, numbers.bytes()));
+    return {numbers, {}, {}, w.rows, w.columns, 0};
 }
 
 // h = norm(x) of T rows, as bf16 or f32.
@@ -34,14 +63,20 @@ void GpuOps::norm_rows(const Tensor& norm, uint32_t T, void* h, DType type) {
 }
 
 // y (T, N) = x W^T, or y += it.
-void GpuOps::multiply(const Linear& w, const Rows& x, uint32_t T, float* y, bool add) {
+void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y, bool add) {
+    const Linear w = expanded(stored);
     const uint32_t rows = block_rows(T);
     const args::Matmul p{matrix(w), T, x.stride, add};
+    const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
         {.kernel = format("matmul_%s_%u", x.type == DType::bf16 ? "bf16" : "f32", rows),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
-        p, Buffers().read(x.data, x.bytes).weights(w).write(y, size_t{T} * p.matrix.rows * sizeof(float)));
+        p,
+        Buffers()
+            .read(x.data, x.bytes)
+            .weights(w)
+            .add(add ? Binding::update(y, bytes) : Binding::write(y, bytes)));
 }
 
 // The projections of normed rows: y_i = W_i norm(x).

@@ -1,5 +1,7 @@
 // GpuOps: the mixture of experts. A few rows go through it one at a time; a prompt's are sorted by expert.
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "gpu/backend.h"
 #include "gpu/launch.h"
@@ -36,7 +38,7 @@ void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(layer.post_norm)
+            .read(here(layer).post_norm)
             .weights(w.router)
             .weights(w.shared_expert_gate)
             .weights(w.shared_gate)
@@ -53,14 +55,15 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
                         static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_up_tiles(layer, p, T);
+    const int64_t rows = most_experts(T) * c_.expert_width;
     const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
     run(recorder_,
         {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
             .read(a_.router.data, bytes_of_rows(a_.router, T))
-            .weights(w.gate)
-            .weights(w.up)
+            .weights(w.gate, rows)
+            .weights(w.up, rows)
             .write(a_.expert.data, bytes_of_rows(a_.expert, T))
             .write(a_.weight.data, bytes_of_rows(a_.weight, T))
             .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
@@ -73,8 +76,7 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
                           static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
     const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
-    run(recorder_,
-        {.kernel = "moe_down", .groups = {groups_for(blocks_of(p.down)), T, 1}, .threadgroup = {4 * inputs}},
+    run(recorder_, {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {4 * inputs}},
         p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
@@ -82,9 +84,9 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
             .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
             .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
             .read(a_.shared.data, bytes_of_rows(a_.shared, T))
-            .weights(w.down)
+            .weights(w.down, most_experts(T) * c_.hidden)
             .weights(w.shared_down)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 // Sorts the assignments of T tokens by expert, unless moe_up has done so for this layer in this pass: on the
@@ -101,6 +103,7 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
                           expert_rows_,
                           ceil_div(c_.expert_width, kSlabRows / 2),
                           ceil_div(c_.hidden, kSlabRows)};
+    if (!options_.gpu_routing) return sort_on_host(p);
     const size_t counts = size_t{runs} * E * sizeof(uint32_t);
     run(recorder_,
         {.kernel = "moe_sort_count", .groups = {runs, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
@@ -108,7 +111,7 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
     run(recorder_,
         {.kernel = "moe_sort_plan", .groups = {1, 1, 1}, .threads = kSortRun, .threadgroup = {4 * E}}, p,
         Buffers()
-            .write(counts_, counts)
+            .update(counts_, counts)
             .write(tiles_, most_tiles(T) * sizeof(args::Tile))
             .write(grids_, 6 * sizeof(uint32_t)));
     run(recorder_, {.kernel = "moe_sort_place", .groups = {runs, 1, 1}, .threads = kSortRun}, p,
@@ -116,6 +119,28 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
             .read(counts_, counts)
             .write(order_, assignments * sizeof(uint32_t)));
+}
+
+// The same by the host, which waits for the chosen experts.
+void GpuOps::sort_on_host(const args::MoeSort& p) {
+    recorder_.finish();
+    std::vector<int32_t> expert(p.assignments);
+    device_->copy(expert.data(), a_.expert.data, p.assignments * sizeof(int32_t));
+    std::vector<uint32_t> order(p.assignments);
+    std::iota(order.begin(), order.end(), 0u);
+    std::ranges::sort(order, {}, [&](uint32_t i) { return std::pair(expert[i], i); });
+    std::vector<args::Tile> tiles;
+    for (uint32_t first = 0, rows = 0; first < p.assignments; first += rows) {
+        const int32_t e = expert[order[first]];
+        rows = 1;
+        while (first + rows < p.assignments && rows < p.tile_rows && expert[order[first + rows]] == e) ++rows;
+        tiles.push_back({static_cast<uint32_t>(e), first, rows});
+    }
+    const auto count = static_cast<uint32_t>(tiles.size());
+    const uint32_t grids[2][3] = {{p.up_blocks, count, 1}, {p.down_blocks, count, 1}};
+    device_->write(order_, order.data(), order.size() * sizeof(uint32_t));
+    device_->write(tiles_, tiles.data(), tiles.size() * sizeof(args::Tile));
+    device_->write(grids_, grids, sizeof grids);
 }
 
 // Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each
@@ -128,19 +153,20 @@ uint32_t GpuOps::most_tiles(uint32_t T) const {
 void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p, uint32_t T) {
     const MoeWeights& w = here(layer).moe;
     const Rows h{a_.h.data, bytes_of_rows(a_.h, T), p.router.columns, DType::f32};
-    norm_rows(layer.post_norm, T, a_.h.data, h.type);
+    norm_rows(here(layer).post_norm, T, a_.h.data, h.type);
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
+    const Linear gate = expanded(w.shared_gate, 0), up = expanded(w.shared_up, 1);
     const uint32_t rows = block_rows(T);
     run(recorder_,
         {.kernel = format("matmul_swiglu_%u", rows),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
-        args::MatmulSwiglu{p.shared_gate, p.shared_up, T},
+        args::MatmulSwiglu{matrix(gate), matrix(up), T},
         Buffers()
             .read(h.data, h.bytes)
-            .weights(w.shared_gate)
-            .weights(w.shared_up)
+            .weights(gate)
+            .weights(up)
             .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
 }
 
@@ -160,18 +186,22 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
             .write(a_.weight.data, bytes_of_rows(a_.weight, T))
             .write(rounded_, rounded));
     sort_assignments(layer, T);
+    const Linear gate = expanded(w.gate, 0), up = expanded(w.up, 1);
+    args::MoeUp tiles = p;
+    tiles.gate = matrix(gate, c_.expert_width);
+    tiles.up = matrix(up, c_.expert_width);
     run(recorder_,
         {.kernel = format("moe_up_tiles_%u", expert_rows_),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_},
-        p,
+        tiles,
         Buffers()
             .read(rounded_, rounded)
             .read(order_, T * p.experts_per_token * sizeof(uint32_t))
             .read(tiles_, most_tiles(T) * sizeof(args::Tile))
-            .weights(w.gate)
-            .weights(w.up)
+            .weights(gate)
+            .weights(up)
             .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
 }
 
@@ -179,18 +209,21 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     const MoeWeights& w = here(layer).moe;
     const uint32_t D = p.down.rows, K = p.experts_per_token;
     sort_assignments(layer, T);
+    const Linear down = expanded(w.down);
+    args::MoeDown tiles = p;
+    tiles.down = matrix(down, c_.hidden);
     const size_t part = size_t{T} * K * D * sizeof(uint16_t), shared = size_t{T} * D * sizeof(float);
     run(recorder_,
         {.kernel = format("moe_down_tiles_%u", expert_rows_),
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_ + 3},
-        p,
+        tiles,
         Buffers()
             .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))
             .read(order_, T * K * sizeof(uint32_t))
             .read(tiles_, most_tiles(T) * sizeof(args::Tile))
-            .weights(w.down)
+            .weights(down)
             .write(part_, part));
     const Rows hidden{a_.shared.data, bytes_of_rows(a_.shared, T), p.shared_down.columns, DType::f32};
     multiply(w.shared_down, hidden, T, shared_out_);
@@ -201,7 +234,7 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))
             .read(shared_out_, shared)
             .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 }  // namespace lily

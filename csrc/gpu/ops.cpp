@@ -2,18 +2,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 #include "gpu/backend.h"
 #include "gpu/launch.h"
 
 namespace lily {
-
-namespace {
-
-constexpr int kLogitRows = 32;
-
-}  // namespace
 
 GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType kv,
                std::unique_ptr<Device> device)
@@ -23,8 +18,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
-      recorder_(*device_),
-      sample_scratch_(c_.vocab) {
+      recorder_(*device_, options.concurrent) {
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
@@ -36,16 +30,17 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #undef LILY_FIELD
     tokens_ = reinterpret_cast<int32_t*>(scratch(T));
     turns_ = scratch(T * c.rotary_dim);
-    logits_ = scratch(int64_t{kLogitRows} * c.vocab);
     rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
     allocate_experts();
-    sequences_ =
+    sequence_list_ =
         reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+    allocate_draw(c.vocab);
     allocate_gdn();
     allocate_attention();
     for (int i = 0; i < c.rotary_dim / 2; ++i)
         frequency_.push_back(std::pow(c.rope_theta, -2.0 * i / c.rotary_dim));
     upload(weights);
+    allocate_expanded();
 }
 
 float* GpuOps::scratch(int64_t floats) {
@@ -54,11 +49,13 @@ float* GpuOps::scratch(int64_t floats) {
     return reinterpret_cast<float*>(owned_.back().get());
 }
 
-// Kernels load words, and files place them at any byte: what is not aligned is copied.
+// Kernels load words, and files place them at any byte: what is not aligned is copied, and so is everything
+// for a GPU with memory of its own.
 Tensor GpuOps::upload(const Tensor& tensor) {
-    if (!tensor || reinterpret_cast<uintptr_t>(tensor.data) % bytes_of(tensor.dtype) == 0) return tensor;
+    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes_of(tensor.dtype) == 0;
+    if (!tensor || (aligned && device_->reads_host_memory())) return tensor;
     owned_.push_back(device_->allocate(tensor.bytes()));
-    std::memcpy(owned_.back().get(), tensor.data, tensor.bytes());
+    device_->write(owned_.back().get(), tensor.data, tensor.bytes());
     Tensor copy = tensor;
     copy.data = owned_.back().get();
     return copy;
@@ -72,7 +69,7 @@ void GpuOps::upload(const Weights& weights) {
     };
     embedding_ = weights.embedding;
     head_ = weights.head;
-    norm_ = weights.norm;
+    norm_ = upload(weights.norm);
     layers_ = weights.layers;
     place(embedding_);
     place(head_);
@@ -84,12 +81,42 @@ void GpuOps::upload(const Weights& weights) {
              {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out, &a.q, &a.k, &a.v, &a.out, &m.router, &m.gate,
               &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down, &m.shared_expert_gate})
             place(*w);
+        for (Tensor* t : {&layer.input_norm, &layer.post_norm, &g.conv, &g.a_log, &g.dt_bias, &g.norm,
+                          &a.q_norm, &a.k_norm})
+            *t = upload(*t);
     }
+    device_->finish();
+}
+
+Memory GpuOps::allocate(size_t bytes) {
+    best_of_ = nullptr;  // its memory may have been given back, and come again
+    return device_->allocate(bytes);
 }
 
 void GpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
+    best_of_ = nullptr;
     recorder_.finish();
-    std::memcpy(to, from, bytes);
+    device_->copy(to, from, bytes);
+}
+
+// The tiled kernels sum over blocks of 64 positions; those that go row by row do not care.
+int GpuOps::grid() const {
+    const int first[] = {options_.matmul_rows, options_.flash_from, options_.gdn_scan_from};
+    int most = 0;
+    for (int from : first)
+        if (from <= rows_) most = std::max(most, from);
+    constexpr int kBlock = 64;
+    return most == 0 ? 1 : (most + kBlock - 1) / kBlock * kBlock;
+}
+
+void GpuOps::clear_page(std::byte* page, int position) const {
+    const size_t row = static_cast<size_t>(c_.head_dim) * bytes_of(kv_), scale = bytes_of_scale(kv_);
+    const auto kept = static_cast<size_t>(position);
+    const int heads = 2 * c_.attention_layers() * c_.kv_heads;
+    for (int head = 0; head < heads; ++head, page += kPageTokens * (row + scale)) {
+        std::memset(page + kept * row, 0, (kPageTokens - kept) * row);  // (256, Dh)
+        std::memset(page + kPageTokens * row + kept * scale, 0, (kPageTokens - kept) * scale);
+    }
 }
 
 // What the host writes for a pass: token ids, the turns of each row's position, and where each sequence's
@@ -99,15 +126,25 @@ void GpuOps::begin(const Batch& batch) {
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
     recorder_.finish();
     sorted_layer_ = -1;
-    std::copy(batch.tokens.begin(), batch.tokens.end(), tokens_);
+    const bool hands_over = batch.rows == 1 && batch.tokens[0] == kDrawn;
+    if (hands_over && !options_.token_handoff) {
+        const int32_t token = drawn();
+        device_->write(tokens_, &token, sizeof token);
+    } else if (!hands_over) {
+        device_->write(tokens_, batch.tokens.data(), batch.tokens.size_bytes());
+    }
+    taken_ = hands_over && options_.token_handoff ? token_ : tokens_;
+    embedded_ = embedded_ && taken_ == token_;
     const auto turns = static_cast<int64_t>(frequency_.size());
+    std::vector<float> turned(static_cast<size_t>(batch.rows) * frequency_.size() * 2);
+    std::vector<std::byte*> table;
     for (size_t s = 0; s < batch.segments.size(); ++s) {
         const Segment& segment = batch.segments[s];
         for (int t = 0; t < segment.length; ++t)
             for (int64_t i = 0; i < turns; ++i) {
                 const double angle =
                     static_cast<double>(segment.position + t) * frequency_[static_cast<size_t>(i)];
-                float* turn = turns_ + ((segment.row + t) * turns + i) * 2;
+                float* turn = turned.data() + ((segment.row + t) * turns + i) * 2;
                 turn[0] = static_cast<float>(std::cos(angle));
                 turn[1] = static_cast<float>(std::sin(angle));
             }
@@ -118,55 +155,53 @@ void GpuOps::begin(const Batch& batch) {
                          .position = static_cast<uint32_t>(segment.position),
                          .unused = 0};
         if (c_.attention_layers() == 0) continue;
-        std::byte** table = pages_ + static_cast<int64_t>(s) * pages_of_sequence_;
+        table.clear();
         for (int64_t page = 0; page * kPageTokens < segment.position + segment.length; ++page)
-            table[page] = segment.state->keys(0, page);
+            table.push_back(segment.state->keys(0, page));
+        device_->write(pages_ + static_cast<int64_t>(s) * pages_of_sequence_, table.data(),
+                       table.size() * sizeof(std::byte*));
     }
+    device_->write(turns_, turned.data(), turned.size() * sizeof(float));
+    device_->write(sequence_list_, sequences_.data(), batch.segments.size() * sizeof(args::Sequence));
 }
 
 // Which of the batch's sequences a segment is: begin() wrote them down in their order.
 int64_t GpuOps::number_of(const Segment& s) const {
     int64_t number = 0;
-    while (sequences_[number].row != static_cast<uint32_t>(s.row)) ++number;
+    while (sequences_[static_cast<size_t>(number)].row != static_cast<uint32_t>(s.row)) ++number;
     return number;
 }
 
 void GpuOps::embed(const Linear&, const Batch& batch) {
+    if (std::exchange(embedded_, false)) return;  // sample did it
     const auto T = static_cast<uint32_t>(batch.rows);
     run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
         Buffers()
-            .read(tokens_, T * sizeof(int32_t))
-            .weights(embedding_)
+            .read(taken_, T * sizeof(int32_t))
+            .weights(embedding_, T)
             .write(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
     const auto D = static_cast<uint32_t>(c_.hidden);
-    const size_t bytes = static_cast<size_t>(rows) * static_cast<size_t>(c_.vocab) * sizeof(float);
-    run(recorder_,
-        {.kernel = "head",
-         .groups = {groups_for(blocks_of(p.matrix[0])), static_cast<uint32_t>(rows), 1},
-         .threadgroup = {4 * D}},
-        p,
+    const auto T = static_cast<uint32_t>(rows), blocks = groups_for(blocks_of(p.matrix[0]));
+    static_assert(kSimds * kRowsOfSimd == args::kLogitBlock);
+    run(recorder_, {.kernel = "head", .groups = {blocks, T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
             .read(norm_)
             .weights(head_)
-            .write(logits_, bytes));
-    recorder_.finish();
-    std::memcpy(logits, logits_, bytes);
-}
-
-int32_t GpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    return sample_token(logits, sampling, draw, sample_scratch_);
+            .write(logits, size_t{T} * p.matrix[0].rows * sizeof(float))
+            .write(best_, size_t{T} * blocks * sizeof(uint32_t)));
+    best_of_ = rows == 1 ? logits : nullptr;
 }
 
 void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     const GdnWeights& w = here(layer).gdn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
     if (tiled(batch))
-        return project(layer.input_norm, T,
+        return project(here(layer).input_norm, T,
                        {{&w.in_qkv, &a_.qkv}, {&w.in_z, &a_.z}, {&w.in_b, &a_.b}, {&w.in_a, &a_.a}});
     const args::NormProject p{{matrix(w.in_qkv), matrix(w.in_z), matrix(w.in_b), matrix(w.in_a)},
                               static_cast<float>(c_.norm_epsilon)};
@@ -175,7 +210,7 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     run(recorder_, {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(layer.input_norm)
+            .read(here(layer).input_norm)
             .weights(w.in_qkv)
             .weights(w.in_z)
             .weights(w.in_b)
@@ -198,7 +233,7 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
             Buffers()
                 .read(a_.y.data, bytes_of_rows(a_.y, T))
                 .read(a_.z.data, bytes_of_rows(a_.z, T))
-                .read(layer.gdn.norm)
+                .read(here(layer).gdn.norm)
                 .write(rounded_, bytes));
         return multiply(out, {rounded_, bytes, p.out.columns, DType::bf16}, T, a_.x.as<float>(), true);
     }
@@ -210,22 +245,23 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .read(a_.z.data, bytes_of_rows(a_.z, T))
-            .read(layer.gdn.norm)
+            .read(here(layer).gdn.norm)
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     const AttentionWeights& w = here(layer).attn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    if (tiled(batch)) return project(layer.input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
+    if (tiled(batch))
+        return project(here(layer).input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
     const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_, {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(layer.input_norm)
+            .read(here(layer).input_norm)
             .weights(w.q)
             .weights(w.k)
             .weights(w.v)
@@ -249,26 +285,34 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .weights(out)
-            .write(a_.x.data, bytes_of_rows(a_.x, T)));
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
     device_->finish();
     if (!layer.attention) {
-        std::memcpy(first, state.conv(layer.index), static_cast<size_t>(state.layout().conv) * sizeof(float));
-        std::memcpy(second, state.delta(layer.index),
-                    static_cast<size_t>(state.layout().delta) * sizeof(float));
+        device_->copy(first, state.conv(layer.index),
+                      static_cast<size_t>(state.layout().conv) * sizeof(float));
+        device_->copy(second, state.delta(layer.index),
+                      static_cast<size_t>(state.layout().delta) * sizeof(float));
         return;
     }
     const int64_t Dh = c_.head_dim, length = state.length();
-    for (int64_t h = 0; h < c_.kv_heads; ++h)
-        for (int64_t t = 0; t < length; ++t)
+    std::vector<std::byte> keys(state.layout().plane), values(keys.size());
+    for (int64_t t = 0; t < length; ++t) {
+        if (t % kPageTokens == 0) {
+            device_->copy(keys.data(), state.keys(layer.index, t / kPageTokens), keys.size());
+            device_->copy(values.data(), state.values(layer.index, t / kPageTokens), values.size());
+        }
+        for (int64_t h = 0; h < c_.kv_heads; ++h)
             for (int64_t d = 0; d < Dh; ++d) {
-                const int64_t page = t / kPageTokens;
-                const auto at = static_cast<size_t>((h * kPageTokens + t % kPageTokens) * Dh + d);
-                first[(h * length + t) * Dh + d] = float_at(state.keys(layer.index, page), kv_, at);
-                second[(h * length + t) * Dh + d] = float_at(state.values(layer.index, page), kv_, at);
+                const int64_t slot = t % kPageTokens;
+                const auto head = state.layout().head * static_cast<size_t>(h);
+                first[(h * length + t) * Dh + d] = kept_at(keys.data() + head, kv_, Dh, slot * Dh + d, slot);
+                second[(h * length + t) * Dh + d] =
+                    kept_at(values.data() + head, kv_, Dh, slot * Dh + d, slot);
             }
+    }
 }
 
 }  // namespace lily

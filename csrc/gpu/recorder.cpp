@@ -14,8 +14,8 @@ bool Recorder::conflicts(const Binding& binding) const {
 }
 
 void Recorder::dispatch(const Dispatch& dispatch) {
-    bool waits = touched_.empty();  // the first dispatch begins a stage without a barrier
-    const Binding grid = {dispatch.indirect, dispatch.indirect ? sizeof dispatch.groups : 0, false};
+    bool waits = !concurrent_ || touched_.empty();  // the first begins a stage without a barrier
+    const Binding grid = Binding::read(dispatch.indirect, dispatch.indirect ? sizeof dispatch.groups : 0);
     const auto lists = {dispatch.buffers, dispatch.reached, std::span(&grid, 1)};
     for (const auto& list : lists)
         for (const Binding& binding : list) waits = waits || conflicts(binding);

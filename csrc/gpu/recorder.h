@@ -10,7 +10,8 @@ namespace lily {
 
 class Recorder {
    public:
-    explicit Recorder(Device& device) : device_(device) {}
+    // concurrent: otherwise a barrier lies between any two dispatches.
+    Recorder(Device& device, bool concurrent) : device_(device), concurrent_(concurrent) {}
 
     // Dispatches, after a barrier if the dispatch touches what one since the last barrier wrote, or writes
     // what one read.
@@ -26,6 +27,7 @@ class Recorder {
     bool conflicts(const Binding& binding) const;
 
     Device& device_;
+    const bool concurrent_;
     std::vector<Binding> touched_;  // since the last barrier
     int64_t dispatches_ = 0, stages_ = 0;
 };

@@ -1,7 +1,7 @@
-// The simulator: a Device that runs kernels which tools/metal compiled for the CPU. It does each dispatch at
-// once, so a barrier orders nothing. With an instrumented library it holds every dispatch to what it
-// declared, and every pair of dispatches without a barrier between them to memory that they really may touch
-// side by side.
+// The simulator: a Device that runs kernels which tools/metal compiled for the CPU. Dispatches between two
+// barriers wait for the second and then run in the reverse of their order, as a GPU might run them. With an
+// instrumented library it holds every dispatch to what it declared, and every pair of dispatches without a
+// barrier between them to memory that they really may touch side by side.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -9,6 +9,9 @@
 #include <cstring>
 #include <map>
 #include <new>
+#include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -49,7 +52,9 @@ class Simulator final : public Device {
         return Memory(p, std::free);
     }
 
-    void dispatch(const Dispatch& d) override {
+    void dispatch(const Dispatch& d) override { waiting_.emplace_back(d); }
+
+    void execute(const Dispatch& d) {
         const auto kernel = kernels_.find(d.kernel);
         if (kernel == kernels_.end()) throw DeviceError("simulator: there is no kernel " + d.kernel);
         std::vector<metal::Binding> bindings;
@@ -75,15 +80,59 @@ class Simulator final : public Device {
                                                                                  library_->release);
         if (result->finding_count) throw DeviceError(d.kernel + ": " + result->findings[0].message);
         if (library_->instrumented) check_stage(d.kernel, bindings, *result);
+        if (recorded_) record(d, bindings, *result);
+    }
+
+    std::vector<RecordedDispatch> recorded() override {
+        run_waiting();
+        std::vector<RecordedDispatch> done = recorded_.value_or(std::vector<RecordedDispatch>());
+        recorded_.emplace();
+        return done;
     }
 
     void barrier() override {
+        run_waiting();
         if (barriers_++ != dropped_) stage_.clear();
     }
-    void finish() override { stage_.clear(); }
+    void finish() override {
+        run_waiting();
+        stage_.clear();
+    }
     void drop_barrier(int64_t number) override { dropped_ = number < 0 ? -1 : barriers_ + number; }
 
    private:
+    // A dispatch with what it points to.
+    class Waiting {
+       public:
+        explicit Waiting(const Dispatch& d)
+            : dispatch_(d),
+              args_(d.args.begin(), d.args.end()),
+              buffers_(d.buffers.begin(), d.buffers.end()),
+              threadgroup_(d.threadgroup.begin(), d.threadgroup.end()),
+              reached_(d.reached.begin(), d.reached.end()) {}
+
+        Dispatch dispatch() const {
+            Dispatch d = dispatch_;
+            d.args = args_;
+            d.buffers = buffers_;
+            d.threadgroup = threadgroup_;
+            d.reached = reached_;
+            return d;
+        }
+
+       private:
+        Dispatch dispatch_;
+        std::vector<std::byte> args_;
+        std::vector<Binding> buffers_;
+        std::vector<uint32_t> threadgroup_;
+        std::vector<Binding> reached_;
+    };
+
+    void run_waiting() {
+        const std::vector<Waiting> waiting = std::exchange(waiting_, {});
+        for (size_t i = waiting.size(); i-- > 0;) execute(waiting[i].dispatch());
+    }
+
     // Bytes that a dispatch of the present stage touched.
     struct Touched {
         const std::byte *begin, *end;
@@ -113,7 +162,61 @@ class Simulator final : public Device {
         }
     }
 
+    // What each stretch of memory saw, beside what was declared of it. The arguments, which travel with the
+    // dispatch, are left out.
+    void record(const Dispatch& d, const std::vector<metal::Binding>& bindings, const metal::Result& result) {
+        RecordedDispatch made{.kernel = d.kernel,
+                              .stage = barriers_,
+                              .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
+                              .threads = d.threads,
+                              .memory = {}};
+        std::map<uint32_t, Traffic*> of_index;
+        made.memory.reserve(bindings.size());
+        size_t i = 1;
+        for (const auto& list : {d.buffers, d.reached})
+            for (const Binding& b : list) {
+                made.memory.push_back({.bytes = b.bytes, .reads = b.reads, .writes = b.writes});
+                of_index[bindings[i++].index] = &made.memory.back();
+            }
+        for (const metal::Traffic& seen : std::span(result.traffic, result.traffic_count)) {
+            const auto found = of_index.find(seen.buffer);
+            if (found == of_index.end()) continue;
+            Traffic& traffic = *found->second;
+            traffic.asked_read = seen.bytes_read;
+            traffic.asked_written = seen.bytes_written;
+            traffic.accesses = seen.groups;
+            traffic.sectors = seen.sectors;
+            traffic.lines = seen.lines;
+        }
+        count_lines(bindings, result, of_index);
+        recorded_->push_back(std::move(made));
+    }
+
+    // Distinct lines of 64 bytes; ranges are in order, and two may share a line.
+    static void count_lines(const std::vector<metal::Binding>& bindings, const metal::Result& result,
+                            const std::map<uint32_t, Traffic*>& of_index) {
+        uint32_t buffer = 0, written = 0;
+        uint64_t next = 0;  // the first line that is not counted yet
+        for (const metal::Range& range : std::span(result.ranges, result.range_count)) {
+            const auto found = of_index.find(range.buffer);
+            if (found == of_index.end()) continue;
+            if (range.buffer != buffer || range.written != written) next = 0;
+            buffer = range.buffer;
+            written = range.written;
+            const auto binding = std::find_if(bindings.begin(), bindings.end(),
+                                              [&](const metal::Binding& b) { return b.index == buffer; });
+            const auto data = reinterpret_cast<uint64_t>(binding->data);
+            const uint64_t first = std::max(next, (data + range.begin) / 64),
+                           end = (data + range.end + 63) / 64;
+            (written ? found->second->written_lines : found->second->read_lines) +=
+                end - std::min(first, end);
+            next = end;
+        }
+    }
+
+    std::vector<Waiting> waiting_;
     std::vector<Touched> stage_;
+    std::optional<std::vector<RecordedDispatch>> recorded_;
     int64_t barriers_ = 0, dropped_ = -1;
     std::unique_ptr<void, int (*)(void*)> handle_;
     const Library* library_ = nullptr;

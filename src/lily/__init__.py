@@ -11,38 +11,63 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lily.errors import ContextError, DeviceError, LilyError, ModelFilesError
+from lily.errors import (
+    ContextError,
+    DeadlineError,
+    DeviceError,
+    LilyError,
+    MemoryLimitError,
+    ModelFilesError,
+    PrefixFileError,
+    PrefixMismatchError,
+    QueueFullError,
+)
 
 if TYPE_CHECKING:
     from lily.asynchronous import AsyncStream
+    from lily.cache import CacheStats
     from lily.completion import Chunk, Completion, Stream, Timings, Usage
     from lily.logprobs import TokenLogprob
     from lily.model import Model, ModelInfo
     from lily.prefix import Prefix
     from lily.sampling import Sampling
+    from lily.scheduler import QueueStats
+    from lily.server import Server, asgi
     from lily.tokenizer import Tokenizer
+    from lily.toolcalls import ToolCall, ToolCallDelta
 
     __version__: str
 
 __all__ = [
     "DEMO",
     "AsyncStream",
+    "CacheStats",
     "Chunk",
     "Completion",
     "ContextError",
+    "DeadlineError",
     "DeviceError",
     "LilyError",
+    "MemoryLimitError",
     "Model",
     "ModelFilesError",
     "ModelInfo",
     "Prefix",
+    "PrefixFileError",
+    "PrefixMismatchError",
+    "QueueFullError",
+    "QueueStats",
     "Sampling",
+    "Server",
     "Stream",
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "__version__",
+    "asgi",
 ]
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-tales-22m-4bit")
@@ -50,6 +75,7 @@ DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "lily-ta
 
 _MODULES = {
     "AsyncStream": "asynchronous",
+    "CacheStats": "cache",
     "Chunk": "completion",
     "Completion": "completion",
     "Stream": "completion",
@@ -59,8 +85,13 @@ _MODULES = {
     "Model": "model",
     "ModelInfo": "model",
     "Prefix": "prefix",
+    "QueueStats": "scheduler",
     "Sampling": "sampling",
+    "Server": "server",
+    "asgi": "server",
     "Tokenizer": "tokenizer",
+    "ToolCall": "toolcalls",
+    "ToolCallDelta": "toolcalls",
 }
 
 

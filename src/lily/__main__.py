@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more when it ends, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (LilyError, MemoryError) as error:
+    except (LilyError, MemoryError, OSError) as error:
         print(f"lily: {error or 'out of memory'}", file=sys.stderr)
         return 1
     except ValueError as error:
@@ -78,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", parents=[model, answer], help="talk to it in the terminal")
     chat.set_defaults(command=_chat)
 
+    _add_serve(commands, model)
+
     download = commands.add_parser("download", help="fetch a model's files from the Hugging Face hub")
     download.add_argument("id", help="the model's id there, org/name")
     download.add_argument("--revision", metavar="NAME", help="a branch, tag or commit; by default main")
@@ -87,8 +89,48 @@ def _parser() -> argparse.ArgumentParser:
         "info", parents=[model], help="say what is installed and how a model runs here"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument(
+        "--stages",
+        action="store_true",
+        help="count a decode step of the GPU kernels instead; reads no weights, and without --model it is "
+        "Qwen3.6-35B-A3B's",
+    )
+    info.add_argument(
+        "--context",
+        metavar="N",
+        nargs="+",
+        help="--stages: tokens before the step, such as 4096 or 4K; by default 4K, 256, 32K and 128K",
+    )
     info.set_defaults(command=_info)
     return parser
+
+
+def _add_serve(commands: Any, model: argparse.ArgumentParser) -> None:
+    serve = commands.add_parser("serve", parents=[model], help="answer over HTTP, as OpenAI's servers do")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen; by default this machine only")
+    serve.add_argument("--port", type=int, default=8080, help="by default 8080; 0 takes a free one")
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send; or LILY_API_KEY in the environment",
+    )
+    serve.add_argument("--allow-public", action="store_true", help="listen beyond this machine without a key")
+    serve.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME", help="a name this server goes by"
+    )
+    serve.add_argument(
+        "--allowed-origin", action="append", default=[], metavar="URL", help="a web page that may use it"
+    )
+    serve.add_argument("--served-model-name", metavar="NAME", help="the model's name in /v1/models")
+    serve.add_argument("--strict-model", action="store_true", help="refuse requests that name another model")
+    serve.add_argument("--max-tokens", type=int, metavar="N", help="cut an answer after N tokens by default")
+    serve.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, help="whether it thinks first by default"
+    )
+    serve.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests that run in turns")
+    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait")
+    serve.add_argument("--verbose", action="store_true", help="log requests, without their text, to stderr")
+    serve.set_defaults(command=_serve)
 
 
 def _answer_parser() -> argparse.ArgumentParser:
@@ -141,13 +183,19 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _load(options: argparse.Namespace) -> "lily.Model":
-    settings: dict[str, Any] = {}
+def _given(options: argparse.Namespace) -> dict[str, str]:
+    """Return what --option gave."""
+    settings: dict[str, str] = {}
     for setting in options.option:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--option: wanted NAME=VALUE, got {setting!r}")
         settings[name] = value
+    return settings
+
+
+def _load(options: argparse.Namespace) -> "lily.Model":
+    settings: dict[str, Any] = _given(options)
     if options.threads is not None:
         settings["threads"] = options.threads
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
@@ -220,6 +268,34 @@ def _chat(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    import logging
+
+    from lily.server import Server
+
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
+    settings = {
+        name: getattr(options, name)
+        for name in ("host", "port", "allow_public", "strict_model", "thinking", "concurrency", "queue")
+    }
+    demo = options.model is None
+    with _load(options) as model:
+        server = Server(
+            model,
+            api_key=options.api_key or os.environ.get("LILY_API_KEY") or None,
+            allowed_hosts=tuple(options.allowed_host),
+            allowed_origins=tuple(options.allowed_origin),
+            name=options.served_model_name,
+            max_tokens=DEMO_TOKENS if demo and options.max_tokens is None else options.max_tokens,
+            **settings,
+        )
+        if demo:
+            print("lily: no --model, so the embedded demo answers; it only tells stories", file=sys.stderr)
+        print(f"lily: {server.url}/v1, until Ctrl-C", file=sys.stderr, flush=True)
+        server.run()
+    return 0
+
+
 def _download(options: argparse.Namespace) -> int:
     from lily import hub
 
@@ -232,6 +308,10 @@ def _info(options: argparse.Namespace) -> int:
     import json
     import platform
 
+    if options.stages:
+        return _stages(options)
+    if options.context:
+        raise ValueError("--context: wanted with --stages only")
     with _load(options) as model:
         loaded = dataclasses.asdict(model.info)
     in_use = loaded.pop("options")
@@ -248,6 +328,23 @@ def _info(options: argparse.Namespace) -> int:
         ],
     }
     print(json.dumps(facts, indent=2, ensure_ascii=False) if options.json else _table(facts))
+    return 0
+
+
+def _stages(options: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from lily import stages
+    from lily.files import checkpoint_folder
+
+    folder = None if options.model is None else checkpoint_folder(options.model)
+    contexts = [stages.tokens(text) for text in options.context or ()] or stages.contexts_of(folder)
+    steps = [stages.step(folder, context, _given(options)) for context in contexts]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(one) | {"ratio": one.ratio} for one in steps], indent=2))
+    else:
+        print(stages.table(steps, "Qwen3.6-35B-A3B" if folder is None else str(folder)))
     return 0
 
 

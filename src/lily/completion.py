@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lily import _core
 from lily.answer import Reader
+from lily.errors import DeadlineError
 from lily.logprobs import TokenLogprob, token_logprob
 from lily.progress import Report
+from lily.scheduler import Place
+from lily.toolcalls import CallReader, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,9 +19,10 @@ if TYPE_CHECKING:
 
     from lily._core import State
     from lily.engine import Engine
+    from lily.guide import Guide
     from lily.sampling import Sampling
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +31,17 @@ class Usage:
 
     prompt_tokens: int, the whole prompt, a prefix's tokens among them.
     completion_tokens: int, the tokens of the answer; the end token is not one of them.
-    cached_tokens: int, the part of the prompt that a prefix had already taken in.
+    cached_tokens: int, the part of the prompt that a prefix, or the cache, had already taken in.
     reasoning_tokens: int, the part of the answer that its thoughts took, with their tags.
+    spliced_tokens: int, the part of the prompt that consists of earlier answers' own tokens where the text of
+        the messages would be written by others.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    spliced_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -46,6 +53,7 @@ class Usage:
 class Timings:
     """Where the time went. The caller's own time between chunks is not counted.
 
+    queue_seconds: float, until the request took part.
     prefill_seconds: float, until the first token was drawn; prefill_tokens: int, taken in until then.
     decode_seconds: float, for all later tokens; decode_tokens: int, drawn in that time, the end token among
         them.
@@ -55,6 +63,7 @@ class Timings:
     prefill_tokens: int
     decode_seconds: float
     decode_tokens: int
+    queue_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -69,10 +78,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of an answer: some whole characters, and the tokens they came with.
+    """A piece of an answer: some whole characters, or pieces of tool calls, and the tokens they came with.
 
     text, reasoning: str, one of them "".  tokens: tuple of int.
     logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    tool_calls: tuple of ToolCallDelta.
+    reasoning_tokens: int, how many of the tokens, which come first, are part of the thoughts.
     Over a stream each adds up to the completion's.
     """
 
@@ -80,6 +91,8 @@ class Chunk:
     tokens: tuple[int, ...]
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,12 +101,13 @@ class Completion:
 
     text: str, without thoughts, end token and stop string.
     tokens: tuple of int, all that were drawn, but for the end token.
-    finish_reason: "stop" at an end token or a stop string, "length" at max_tokens or the context's end, None
-        if it was cut short by cancel(), close() or an exception.
+    finish_reason: "stop" at an end token or a stop string, or "tool_calls" if it calls tools then; "length"
+        at max_tokens or the context's end; None if it was cut short by cancel(), close() or an exception.
     seed: int, which gives the same answer again.
     reasoning: str, its thoughts, "" for none.
     stop: str, the stop string that ended it, or None.
     logprobs: tuple of TokenLogprob, one a token, or None if not asked for.
+    tool_calls: tuple of ToolCall, in the order in which they were written; they are no part of text.
     """
 
     text: str
@@ -105,11 +119,14 @@ class Completion:
     reasoning: str = ""
     stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def message(self) -> dict[str, Any]:
         """This answer as a message, to be put behind those that it answers."""
-        return {"role": "assistant", "content": self.text, "reasoning_content": self.reasoning}
+        message = {"role": "assistant", "content": self.text, "reasoning_content": self.reasoning}
+        calls = [call.message for call in self.tool_calls]
+        return message | ({"tool_calls": calls} if calls else {})
 
     def __str__(self) -> str:
         """Return the text."""
@@ -133,17 +150,23 @@ class Completion:
 class Request:
     """A generation as asked for, checked.
 
-    tokens: (n,) int32, the part of the prompt to take in first; n is 0 if state holds the whole of it.
-    state: what the tokens continue, None for nothing; never changed.  cached_tokens: int, how many it holds.
+    tokens: (n,) int32, the part of the prompt to take in first; n is 0 if a prefix holds the whole of it.
+    held: the prefix's state that the tokens continue, None for none; never changed.
+    held_tokens: int, how many it holds.
     stop_tokens, stop: the tokens and the strings that end the answer.
     thinking: bool, whether the answer begins inside its thoughts.
     top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
     report: what to call while the prompt is taken in.
+    timeout: float, seconds from the beginning of the work to its end; None for any time.
+    reuse: "auto", "strict" or "off", as for Model.generate.  spliced_tokens: int, as in Usage.
+    tools: the functions that the answer may call, () for none.
+    parallel_tool_calls: bool, whether it may be several; if not, the first one ends it.
+    guide: what the answer is held to, None for nothing. It follows one answer only.
     """
 
     tokens: "NDArray[np.int32]"
-    state: "State | None"
-    cached_tokens: int
+    held: "State | None"
+    held_tokens: int
     sampling: "Sampling"
     max_tokens: int
     stop_tokens: frozenset[int]
@@ -151,11 +174,17 @@ class Request:
     thinking: bool
     top_logprobs: int | None = None
     report: Report | None = None
+    timeout: float | None = None
+    reuse: str = "auto"
+    spliced_tokens: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+    parallel_tool_calls: bool = True
+    guide: "Guide | None" = None
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return self.cached_tokens + len(self.tokens)
+        return self.held_tokens + len(self.tokens)
 
 
 class Stream(Iterator[Chunk]):
@@ -168,7 +197,10 @@ class Stream(Iterator[Chunk]):
     def __init__(self, engine: "Engine", request: Request) -> None:
         """Set a generation up; Model.stream and Prefix.stream make one."""
         self._request = request
-        self._written = _Written(logprobs=None if request.top_logprobs is None else [])
+        self._written = _Written(
+            logprobs=None if request.top_logprobs is None else [],
+            calls=CallReader(request.tools) if request.tools else None,
+        )
         self._chunks = _write(engine, request, self._written)
 
     def __iter__(self) -> "Stream":
@@ -219,16 +251,22 @@ class Stream(Iterator[Chunk]):
             finish_reason=written.finish_reason,
             stop=written.stop,
             usage=Usage(
-                request.prompt_tokens, len(written.tokens), request.cached_tokens, written.reasoning_tokens
+                request.prompt_tokens,
+                len(written.tokens),
+                request.held_tokens + written.found_tokens,
+                written.reasoning_tokens,
+                request.spliced_tokens,
             ),
             timings=Timings(
                 written.prefill_seconds,
-                len(request.tokens),
+                len(request.tokens) - written.found_tokens,
                 written.decode_seconds,
                 written.decode_tokens,
+                written.queue_seconds,
             ),
             seed=request.sampling.seed,
             logprobs=None if written.logprobs is None else tuple(written.logprobs),
+            tool_calls=written.calls.calls if written.calls else (),
         )
 
     def _ipython_display_(self) -> None:
@@ -243,6 +281,8 @@ class _Written:
     """What a generation has written so far.
 
     handed_out: int, how many of the tokens have gone into a chunk; the text of the others is not certain yet.
+    found_tokens: int, how many of the prompt's tokens the cache had.
+    deadline: float, of time.monotonic(), once the work has begun.
 
     Apart from Stream: a generator that knew its stream would be a cycle, and its state outlive the last use.
     """
@@ -251,11 +291,15 @@ class _Written:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    calls: CallReader | None = None
     reasoning_tokens: int = 0
     handed_out: int = 0
     finish_reason: FinishReason | None = None
     stop: str | None = None
     cancelled: bool = False
+    found_tokens: int = 0
+    deadline: float | None = None
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
@@ -264,15 +308,40 @@ class _Written:
         """Raise unless the generation is to go on."""
         if self.cancelled:
             raise _CancelledError
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise DeadlineError(
+                f"timeout: the time is up after {len(self.tokens)} tokens of the answer, which the stream's "
+                "so_far() has; allow more, or ask for less"
+            )
 
-    def chunk(self, piece: tuple[str, str]) -> Chunk:
-        """Keep thoughts and text, and return them with the tokens that are not handed out yet."""
+    def add(self, piece: tuple[str, str]) -> Chunk | None:
+        """Keep thoughts and text; return them, if there are any, with the tokens not handed out yet."""
         reasoning, text = piece
+        deltas: tuple[ToolCallDelta, ...] = ()
+        if self.calls is not None and text:
+            text, deltas = self.calls.push(text)
+        return self._chunk(reasoning, text, deltas) if reasoning or text or deltas else None
+
+    def end(self, piece: tuple[str, str]) -> Chunk | None:
+        """Keep what was held back until the answer's end; return it, if anything, with the tokens left."""
+        reasoning, text = piece
+        deltas: tuple[ToolCallDelta, ...] = ()
+        if self.calls is not None:
+            text, deltas = self.calls.push(text)
+            more, rest = self.calls.finish()
+            text, deltas = text + more, deltas + rest
+            if self.calls.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        left = self.handed_out < len(self.tokens)
+        return self._chunk(reasoning, text, deltas) if reasoning or text or deltas or left else None
+
+    def _chunk(self, reasoning: str, text: str, deltas: tuple[ToolCallDelta, ...]) -> Chunk:
         self.reasoning.append(reasoning)
         self.text.append(text)
         start, self.handed_out = self.handed_out, len(self.tokens)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[start:])
-        return Chunk(text, tuple(self.tokens[start:]), reasoning, logprobs)
+        thoughts = max(0, self.reasoning_tokens - start)
+        return Chunk(text, tuple(self.tokens[start:]), reasoning, logprobs, deltas, thoughts)
 
 
 class _CancelledError(Exception):
@@ -280,24 +349,63 @@ class _CancelledError(Exception):
 
 
 def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
-    reader = Reader(engine.tokenizer, request.thinking, request.stop)
-    sampling, history = request.sampling.core(), _core.History()
-    started = time.perf_counter()
+    asked = time.perf_counter()
+    if request.timeout is not None:
+        written.deadline = time.monotonic() + request.timeout
     try:
         written.check()
-        state = engine.take_in(request.tokens, request.state, request.report, written.check)
+        needed = engine.bytes_for(request.prompt_tokens + request.max_tokens)
+        with engine.scheduler.admit(needed, written.check) as place:
+            written.queue_seconds = time.perf_counter() - asked
+            yield from _answer(engine, request, written, place)
     except _CancelledError:
         return
-    token = engine.session.sample(state, sampling)
+
+
+def _answer(
+    engine: "Engine", request: Request, written: _Written, place: Place
+) -> Generator[Chunk, None, None]:
+    started = time.perf_counter()
+    state, hit = engine.take_in_prompt(request, place, written.check)
+    if hit is not None:
+        written.found_tokens = hit.length
+    guide = request.guide
+    allowed = guide.allowed(request.thinking, 0) if guide else None
+    token = engine.session.sample(state, request.sampling.core(), None, allowed)
     written.prefill_seconds = time.perf_counter() - started
+    closed = True
+    try:
+        for chunk in _decode(engine, request, written, state, token):
+            place.rest()
+            yield chunk
+            place.resume()
+        closed = False
+    finally:
+        if hit is not None:
+            engine.keep_answer(request, written.tokens, state, hit, dropped=closed)
+
+
+def _decode(
+    engine: "Engine", request: Request, written: _Written, state: "State", token: int
+) -> Iterator[Chunk]:
+    reader = Reader(engine.tokenizer, request.thinking, request.stop)
+    sampling, history, guide = request.sampling.core(), _core.History(), request.guide
     while token not in request.stop_tokens:
         written.tokens.append(token)
         if written.logprobs is not None:
             written.logprobs.append(token_logprob(engine, state, token, request.top_logprobs or 0))
         written.reasoning_tokens += reader.thinking
-        piece = reader.push(token)
-        if any(piece):
-            yield written.chunk(piece)
+        if guide and not reader.thinking:
+            guide.take(token)
+        chunk = written.add(reader.push(token))
+        if chunk is not None:
+            yield chunk
+        if written.calls is not None and written.calls.closed and not request.parallel_tool_calls:
+            written.finish_reason = "stop"
+            break
+        if guide and guide.finished:
+            written.finish_reason = "stop"
+            break
         if reader.stopped is not None:
             written.finish_reason, written.stop = "stop", reader.stopped
             break
@@ -306,12 +414,14 @@ def _write(engine: "Engine", request: Request, written: _Written) -> Generator[C
             break
         if written.cancelled:
             break
+        written.check()
         started = time.perf_counter()
-        token = engine.session.step(state, token, sampling, history)
+        allowed = guide.allowed(reader.thinking, written.reasoning_tokens) if guide else None
+        token = engine.session.step(state, token, sampling, history, allowed)
         written.decode_seconds += time.perf_counter() - started
         written.decode_tokens += 1
     else:
         written.finish_reason = "stop"
-    piece = reader.finish()
-    if any(piece) or written.handed_out < len(written.tokens):
-        yield written.chunk(piece)
+    chunk = written.end(reader.finish())
+    if chunk is not None:
+        yield chunk

@@ -13,5 +13,33 @@ class ContextError(LilyError):
     """A prompt or a generation does not fit the model's context."""
 
 
+class MemoryLimitError(LilyError):
+    """What was asked for would take more memory than is allowed."""
+
+
+class PrefixFileError(LilyError):
+    """A prefix can't be saved, or a saved one can't be read: missing, damaged, of another kind."""
+
+
+class PrefixMismatchError(PrefixFileError):
+    """A saved prefix is whole, but of other weights, another tokenizer or another way to run the model."""
+
+
 class DeviceError(LilyError):
     """The device refused or failed."""
+
+
+class QueueFullError(LilyError):
+    """As many requests wait for the model as may; try again later.
+
+    active, waiting: int, requests at work and in the queue.
+    """
+
+    def __init__(self, message: str, active: int, waiting: int) -> None:
+        """Hold the message and its numbers."""
+        super().__init__(message)
+        self.active, self.waiting = active, waiting
+
+
+class DeadlineError(LilyError, TimeoutError):
+    """A request took longer than its `timeout` allows."""

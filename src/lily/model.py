@@ -4,21 +4,27 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lily.asynchronous import AsyncStream
+from lily.cache import CacheStats
 from lily.completion import Completion, Stream
-from lily.engine import Engine
+from lily.engine import Capacity, Engine
 from lily.errors import ModelFilesError
 from lily.files import checkpoint_folder
-from lily.messages import Message
-from lily.prefix import Prefix
+from lily.messages import Message, check_tools
+from lily.prefix import Prefix, take_in
 from lily.progress import Report, reporter
-from lily.settings import Generation, Rendering, Settings, check_names, of, spelled_out
+from lily.sampling import integer
+from lily.scheduler import QueueStats
+from lily.settings import Generation, Rendering, Reuse, Settings, check_names, of, spelled_out
 from lily.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lily.server import Server
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Sequence[Message] | Tokens
@@ -72,6 +78,12 @@ class Model:
         download: bool = False,
         revision: str | None = None,
         progress: bool = True,
+        cache_bytes: int | None = None,
+        memory_bytes: int | None = None,
+        max_active: int = 8,
+        max_waiting: int = 64,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = 16 << 30,
         **options: str | int,
     ) -> "Model":
         """Load a checkpoint.
@@ -82,13 +94,23 @@ class Model:
         download: whether to fetch an id's files if the cache lacks some of them.
         revision: the branch, tag or commit of an id; by default "main".
         progress: whether a download draws bars, on a terminal or in a notebook.
+        cache_bytes: int, the most that the states of earlier prompts and answers may take, which later ones
+            begin with; 0 keeps none. By default a quarter of memory_bytes.
+        memory_bytes: int, the most that all states may take, prefixes and the cache among them. By default
+            nine tenths of the machine's memory, or of the control group's, less weights and scratch.
+        max_active: int, requests that take part at once.  max_waiting: int, that wait behind them.
+        cache_dir: folder in which the cache saves what it has no room for, and what it holds at close(), so
+            that it outlives the process; by default nothing is saved.
+        cache_dir_bytes: int, the most that the files in it may take.
         options: how to run it, threads=4 say; `lily info` lists them. LILY_THREADS=4 in the environment does
             the same for calls that don't say.
         Raises ModelFilesError for files that are missing, damaged or of another model, with the command that
-        fetches them; ValueError or TypeError for an option; DeviceError if the device refuses.
+        fetches them; ValueError or TypeError for an option; DeviceError if the device refuses;
+        MemoryLimitError if the machine is too small for a prompt.
         """
+        capacity = Capacity(cache_bytes, memory_bytes, max_active, max_waiting, cache_dir, cache_dir_bytes)
         folder = checkpoint_folder(path, revision=revision, download=download, progress=progress)
-        return cls(Engine(folder, {name: _option(name, value) for name, value in options.items()}))
+        return cls(Engine(folder, {name: _option(name, value) for name, value in options.items()}, capacity))
 
     @spelled_out
     def generate(self, prompt: Prompt, **settings: Unpack[Settings]) -> Completion:
@@ -106,11 +128,23 @@ class Model:
             tokens in its place to give theirs too.
         stop: str or several, where the answer's text ends, without it. Thoughts are not searched.
         stop_tokens: token ids that end the answer, instead of the checkpoint's own; () for none.
+        timeout: float, seconds from the beginning of the work to its end, with the wait for other requests.
+        reuse: "auto" to begin with what earlier requests have taken in, and to take earlier answers' own
+            tokens for their text; "strict" for the former alone; "off" for neither.
         progress: True for a bar while the prompt is taken in, on a terminal or in a notebook; or a function
             of (tokens done, tokens in all), which may raise to stop.
+        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}; the answer's
+            calls are its tool_calls.
+        tool_choice: "auto", by default; "none" leaves the tools out; "required", or {"type": "function",
+            "function": {"name": ...}}, has the answer be a call.
+        parallel_tool_calls: False to end the answer with its first call.
+        schema: a JSON schema, as a dict or as a class of pydantic's, that the text then is an instance of.
+        regex, grammar: str, a regular expression or a grammar in Lark's notation that the text follows.
+            These three, and calls that must be made, need llguidance. Thoughts are free of them.
+        thinking_budget: int >= 0, after how many tokens thoughts are ended.
 
-        For a str and for messages also:
-        tools: list of {"type": "function", "function": {"name", "description", "parameters"}}.
+        For a str and for messages only:
+        tools, as above: the template writes them into the prompt.
         thinking: bool, whether the model thinks first; by default as the template has it.
         preserve_thinking: bool, whether earlier answers keep their thoughts in the prompt, so that it only
             grows from turn to turn; True by default.
@@ -120,7 +154,9 @@ class Model:
         add_generation_prompt: False to leave out the beginning of the assistant's answer.
 
         Raises ContextError if the prompt leaves no room, before any work; ValueError or TypeError for an
-        argument; ModelFilesError if the checkpoint has no usable chat template; LilyError after close().
+        argument; ModelFilesError if the checkpoint has no usable chat template; LilyError after close();
+        MemoryLimitError if there is no memory for it, QueueFullError if too many wait already, DeadlineError
+        when the timeout is over.
         """
         return self.stream(prompt, **settings).completion()
 
@@ -132,8 +168,20 @@ class Model:
         """
         check_names(settings, Settings)
         report = reporter(settings.get("progress"))
-        tokens = self._encode(prompt, of(Rendering, settings))
-        return Stream(self._engine, self._engine.request(tokens, (), None, of(Generation, settings), report))
+        engine = self._engine
+        reuse = settings.get("reuse", "auto")
+        if reuse not in get_args(Reuse):
+            raise ValueError(f"reuse: wanted one of {', '.join(get_args(Reuse))}, got {reuse!r}")
+        rendering = of(Rendering, settings)
+        if settings.get("tool_choice") == "none":
+            rendering.pop("tools", None)
+        tokens, spliced = self._encode(prompt, rendering), 0
+        if reuse == "auto" and _is_rendered(prompt):
+            tokens, spliced = engine.splices.splice(tokens, check_tools(rendering.get("tools") or ()))
+        generation = of(Generation, settings)
+        return Stream(
+            engine, engine.request(tokens, (), None, generation, report, reuse=reuse, spliced_tokens=spliced)
+        )
 
     @spelled_out
     async def agenerate(self, prompt: Prompt, **settings: Unpack[Settings]) -> Completion:
@@ -166,20 +214,57 @@ class Model:
         self,
         prompt: Prompt,
         *,
+        checkpoints: Sequence[int] = (),
         progress: bool | Report | None = None,
         **rendering: Unpack[Rendering],
     ) -> Prefix:
         """Take a prompt in and return it as a Prefix, to continue any number of times without doing so again.
 
         Takes, and raises, what encode does.
+        checkpoints: lengths, in tokens, at which to keep the recurrent states beside those on the token grid,
+            so that rollback, and what else goes on from there, takes few tokens in anew. Where the device
+            sums in blocks of positions each is moved to the border of a block at or before it.
         progress: as for generate.
-        Raises ContextError if it does not fit, before any work.
+        Raises ContextError if it does not fit, before any work; TypeError or ValueError for a checkpoint.
         """
         report = reporter(progress)
         check_names(rendering, Rendering)
         tokens = self._encode(prompt, rendering)
         self._engine.check_room(len(tokens))
-        return Prefix(self._engine, tuple(tokens.tolist()), self._engine.take_in(tokens, report=report))
+        grid = self._engine.session.grid
+        pinned = {integer("checkpoints", n, 1, self._engine.context + 1) // grid * grid for n in checkpoints}
+        return take_in(self._engine, tuple(tokens.tolist()), (), frozenset(pinned), report)
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> Prefix:
+        """Restore a prefix that Prefix.save wrote; the tokens are not taken in again.
+
+        path: of the file. On a CPU its keys and values stay in it, mapped, and must not be changed there as
+            long as the prefix, or what was made from it, lives. Another may take its name.
+        Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it was saved by other
+        weights, with another tokenizer, on another kind of device, with another type of keys and values or by
+        a newer version; LilyError after close().
+        """
+        from lily import saved
+
+        loaded = saved.read(path, self._engine)
+        return Prefix(self._engine, loaded.tokens, loaded.states[-1], loaded.states[:-1], loaded.pinned)
+
+    def serve(self, *, background: bool = False, **settings: Any) -> "Server | None":
+        """Answer over HTTP, as OpenAI's and Anthropic's servers do, until Ctrl-C.
+
+        background: True to serve in a thread and return at once; the server that comes back has a url and
+            stop(), which the end of a `with` block calls too.
+        settings: host, port, api_key and others, which docs/server.md lists. Port 0 takes a free one.
+        Raises ValueError or TypeError for a setting, an address others can reach without a key among them;
+            OSError if the port is taken; LilyError without the packages of lily-llm[server].
+        """
+        from lily.server import Server
+
+        server = Server(self, **settings)
+        if background:
+            return server.start()
+        server.run()
+        return None
 
     def logits(self, tokens: Tokens, progress: bool | Report | None = None) -> NDArray[np.float32]:
         """Score a text: return (T, vocab) float32, row t the logits of what follows tokens[: t + 1].
@@ -220,6 +305,16 @@ class Model:
             stop_tokens=tuple(sorted(engine.tokenizer.stop)),
         )
 
+    def cache_stats(self) -> CacheStats:
+        """Return what the cache of earlier prompts and answers holds. Raises LilyError after close()."""
+        _ = self._engine.session
+        return self._engine.cache_stats()
+
+    def queue_stats(self) -> QueueStats:
+        """Return which requests there are, and their memory. Raises LilyError after close()."""
+        _ = self._engine.session
+        return self._engine.scheduler.stats()
+
     def close(self) -> None:
         """Free the weights. What runs in other threads ends with LilyError; closing twice does nothing."""
         self._engine.close()
@@ -250,7 +345,7 @@ class Model:
             raise TypeError(
                 f"prompt: wanted a str, a list of messages or token ids, got {type(prompt).__name__}"
             )
-        if isinstance(prompt, np.ndarray) or not any(isinstance(item, Mapping) for item in prompt):
+        if not _is_rendered(prompt):
             if rendering:
                 raise ValueError(f"{next(iter(rendering))}: wanted messages to render, got token ids")
             return engine.tokens("prompt", cast(Tokens, prompt))
@@ -261,6 +356,13 @@ class Model:
             )
         messages = cast(Sequence[Message], prompt)
         return engine.tokens("prompt", engine.template.encode(messages, engine.tokenizer, **rendering))
+
+
+def _is_rendered(prompt: Prompt) -> bool:
+    """Return whether the chat template makes the prompt; if not, it is token ids."""
+    if isinstance(prompt, np.ndarray):
+        return False
+    return isinstance(prompt, str) or any(isinstance(item, Mapping) for item in prompt)
 
 
 def _option(name: str, value: object) -> str:

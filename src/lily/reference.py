@@ -40,6 +40,12 @@ def to_bf16(x: Array) -> Array:
     return rounded.view(np.float32).astype(x.dtype).reshape(x.shape)
 
 
+def to_int8(x: Array) -> Array:
+    """Round rows, the last axis, to multiples of the float32 nearest to their largest magnitude over 127."""
+    scale = (np.abs(x).max(-1, keepdims=True).astype(np.float32) / np.float32(127)).astype(x.dtype)
+    return np.asarray(np.rint(x / np.where(scale > 0, scale, 1)) * scale)
+
+
 @dataclass(frozen=True)
 class Numerics:
     """How numbers are kept: the type of all arithmetic, and what its results are rounded to.
@@ -60,7 +66,7 @@ class Numerics:
             "f32": Numerics(np.float32),
             "bf16": Numerics(np.float32, to_bf16),
         }
-        roundings = {"f32": exact, "bf16": to_bf16}
+        roundings = {"f32": exact, "bf16": to_bf16, "int8": to_int8}
         if dtype not in kinds:
             raise ValueError(f"dtype: expected one of {', '.join(kinds)}, got {dtype!r}")
         if kv not in roundings:
@@ -697,7 +703,7 @@ class Model:
 
         dtype: "f64" is the truth; "f32" computes in float32; "bf16" computes each step in float32 and rounds
         its result to bfloat16: an ideal bfloat16 pipeline, the yardstick for those that are not.
-        kv: what keys and values are rounded to in the state, "f32" (not at all) or "bf16".
+        kv: what keys and values are rounded to in the state, "f32" (not at all), "bf16" or "int8".
         keep_bytes: how much memory may hold dequantised matrices for the next pass.
         Raises FileNotFoundError, KeyError or ValueError for files it cannot read.
         """

@@ -3,13 +3,16 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from lily.progress import Report
 from lily.sampling import SamplingArguments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Part = TypeVar("Part", bound=Mapping[str, Any])
+
+
+Reuse = Literal["auto", "strict", "off"]
 
 
 class Generation(SamplingArguments, total=False):
@@ -20,6 +23,14 @@ class Generation(SamplingArguments, total=False):
     stop_tokens: Iterable[int] | None
     logprobs: bool
     top_logprobs: int
+    timeout: float | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    schema: Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
+    thinking_budget: int | None
 
 
 class Rendering(TypedDict, total=False):
@@ -37,11 +48,16 @@ class Settings(Generation, Rendering, total=False):
     """Model.generate's arguments."""
 
     progress: bool | Report | None
+    reuse: Reuse
 
 
-_DEFAULTS = {"preserve_thinking": True, "add_generation_prompt": True, "top_logprobs": 0} | dict.fromkeys(
-    ("continue_final_message", "logprobs"), False
-)  # of those that are not None
+_DEFAULTS = {
+    "reuse": "auto",
+    "preserve_thinking": True,
+    "add_generation_prompt": True,
+    "parallel_tool_calls": True,
+    "top_logprobs": 0,
+} | dict.fromkeys(("continue_final_message", "logprobs"), False)  # of those that are not None
 
 
 def of(part: type[Part], settings: Mapping[str, Any]) -> Part:

@@ -5,6 +5,7 @@ user's text is never searched for them; letters that spell one stay letters.
 """
 
 import codecs
+import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,9 +29,10 @@ class Tokenizer:
 
     stop: frozenset of int, the tokens that end an answer: every end token that any file of the checkpoint
         names, <|im_end|> and <|endoftext|>.
+    digest: str, SHA-256 of the file it was read from, "" if it was read from none.
     """
 
-    def __init__(self, core: tokenizers.Tokenizer, stop: Iterable[int] = ()) -> None:
+    def __init__(self, core: tokenizers.Tokenizer, stop: Iterable[int] = (), digest: str = "") -> None:
         """Wrap a tokenizer of the tokenizers library; Tokenizer.load makes one from a checkpoint."""
         added = core.get_added_tokens_decoder()
         self._core = core
@@ -40,11 +42,13 @@ class Tokenizer:
         self._plain.normalizer = core.normalizer
         self._plain.pre_tokenizer = core.pre_tokenizer
         self._markers = {token.content: number for number, token in added.items()}
+        self._marker_ids = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
         longest_first = sorted(self._markers, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._starts = re.escape("".join(sorted({marker[0] for marker in self._markers})))
         self.stop = frozenset(stop)
+        self.digest = digest
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -65,7 +69,7 @@ class Tokenizer:
                 f"{file}: wanted a byte-level BPE tokenizer, got decoder {type(core.decoder).__name__}; "
                 "it does not belong to a Qwen3.6 checkpoint"
             )
-        return cls(core, _stop_tokens(folder, core))
+        return cls(core, _stop_tokens(folder, core), hashlib.sha256(text).hexdigest())
 
     def __len__(self) -> int:
         """Return the number of tokens that have a text; a model's vocabulary may be padded beyond it."""
@@ -107,6 +111,10 @@ class Tokenizer:
             return self._core.token_to_id(text)
         except UnicodeEncodeError:  # half a surrogate pair, which no token holds
             return None
+
+    def is_marker(self, token: int) -> bool:
+        """Return whether a token is a marker, whose text no message can spell."""
+        return token in self._marker_ids
 
     def token_bytes(self, token: int, *, markers: bool = True) -> bytes:
         """Return the UTF-8 bytes, perhaps part of a character only, that a token stands for.

@@ -107,9 +107,9 @@ def preprocess(file: Path, include: Iterable[Path] = (), define: Iterable[str] =
 
 
 def translate(
-    file: Path, include: Iterable[Path] = (), define: Iterable[str] = (), prefix: str = "lily_entry_"
+    file: Path, include: Iterable[Path] = (), define: Iterable[str] = (), prefix: str | None = "lily_entry_"
 ) -> Translation:
-    """Preprocess and rewrite a source, and add the entry points of its kernels."""
+    """Preprocess and rewrite a source, and add the entry points of its kernels: CUDA's without a prefix."""
     source = Source(preprocess(file, include, define))
     found = kernels.find(source)
     rewrite.rewrite(source)

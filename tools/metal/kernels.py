@@ -335,8 +335,11 @@ def _derived_constants(source: Source, variables: set[str]) -> None:
     source.index()
 
 
-def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
-    """Write the functions that a launch calls, `prefix` and a number each, in the order of the instances."""
+def entry_points(source: Source, kernels: Kernels, prefix: str | None) -> str:
+    """Write the functions that a launch calls, `prefix` and a number each, in the order of the instances.
+
+    Without a prefix they are CUDA's, by the host's names.
+    """
     lines = [""]
     for function in kernels.functions.values():
         template = f"template <{function.template}> " if function.template else ""
@@ -357,8 +360,30 @@ def entry_points(source: Source, kernels: Kernels, prefix: str) -> str:
         arguments = f"<{instance.template_arguments}>" if called.template else ""
         call = f"msl_call_{called.name}{arguments}"
         lines.append(f'# {instance.where[1]} "{instance.where[0]}"')
-        lines.append(f'extern "C" void {prefix}{number}(msl_thread_context c) {{ {call}(c); }}')
+        if prefix is None:
+            lines.append(_cuda_entry(instance.name, called, call))
+        else:
+            lines.append(f'extern "C" void {prefix}{number}(msl_thread_context c) {{ {call}(c); }}')
     return "\n".join(lines) + "\n"
+
+
+def _cuda_entry(name: str, function: Function, call: str) -> str:
+    """Write a kernel that takes buffer 0 by value, the others' addresses, the threadgroup arguments' places.
+
+    Last comes the address of an indirect dispatch's grid, 0 for none.
+    """
+    buffers = sorted(a.index for a in function.arguments if a.space != "threadgroup" and a.index)
+    places = sorted(a.index for a in function.arguments if a.space == "threadgroup")
+    parameters = [
+        "msl_arguments arguments",
+        *(f"ulong b{i}" for i in buffers),
+        *(f"uint t{i}" for i in places),
+    ]
+    parameters.append("ulong grid")
+    body = ["if (msl_outside(grid)) return;", "msl_thread c;", "c.buffers[0] = (ulong)&arguments;"]
+    body += [f"c.buffers[{i}] = b{i};" for i in buffers]
+    body += [f"c.threadgroup_buffers[{i}] = (ulong)msl_dynamic_memory() + t{i};" for i in places]
+    return f'extern "C" __kernel void {name}({", ".join(parameters)}) {{ {" ".join(body)} {call}(&c); }}'
 
 
 def _own_arguments(template: str | None) -> str:

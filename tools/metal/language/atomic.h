@@ -24,8 +24,15 @@ enum msl_access { msl_reads = 1, msl_writes = 2 };
 #define MSL_NOTE_ATOMIC(ADDRESS, ACCESS)
 #endif
 
-template <uint operation, class T>
-MSL_FN T msl_atomic_update(thread T* address, T value) {
+// The bare number, as clang's atomics take it.
+#if MSL_CUDA
+#define MSL_PLAIN(T, POINTER) ((__generic T*)(POINTER))
+#else
+#define MSL_PLAIN(T, POINTER) ((thread T*)(size_t)(POINTER))
+#endif
+
+template <uint operation, class T, class P>
+MSL_FN T msl_atomic_update(P address, T value) {
     if constexpr (is_integral_v<T> && operation <= msl_xor && operation != msl_product &&
                   !is_same_v<T, bool>) {
         if constexpr (operation == msl_sum)
@@ -64,7 +71,7 @@ MSL_FN constexpr void msl_check_atomic() {
                                             memory_order, MSL_SITE) {                                  \
         msl_check_atomic<IN_DEVICE, T>();                                                              \
         MSL_NOTE_ATOMIC(p, msl_reads | msl_writes);                                                    \
-        return msl_atomic_update<OPERATION, T>((thread T*)(size_t)p, VALUE);                           \
+        return msl_atomic_update<OPERATION, T>(MSL_PLAIN(T, p), VALUE);                                \
     }
 #define MSL_ATOMICS(SPACE, IN_DEVICE)                                                                  \
     template <class T>                                                                                 \
@@ -72,7 +79,7 @@ MSL_FN constexpr void msl_check_atomic() {
         msl_check_atomic<IN_DEVICE, T>();                                                              \
         MSL_NOTE_ATOMIC(p, msl_reads);                                                                 \
         T v;                                                                                           \
-        __atomic_load((thread T*)(size_t)p, &v, 0);                                                    \
+        __atomic_load(MSL_PLAIN(T, p), &v, 0);                                                         \
         return v;                                                                                      \
     }                                                                                                  \
     template <class T>                                                                                 \
@@ -80,7 +87,7 @@ MSL_FN constexpr void msl_check_atomic() {
                                       memory_order, MSL_SITE) {                                        \
         msl_check_atomic<IN_DEVICE, T>();                                                              \
         MSL_NOTE_ATOMIC(p, msl_writes);                                                                \
-        __atomic_store((thread T*)(size_t)p, &v, 0);                                                   \
+        __atomic_store(MSL_PLAIN(T, p), &v, 0);                                                        \
     }                                                                                                  \
     template <class T>                                                                                 \
     MSL_FN T atomic_exchange_explicit(volatile SPACE atomic<T>* p, typename msl_same<T>::type v,       \
@@ -88,7 +95,7 @@ MSL_FN constexpr void msl_check_atomic() {
         msl_check_atomic<IN_DEVICE, T>();                                                              \
         MSL_NOTE_ATOMIC(p, msl_reads | msl_writes);                                                    \
         T old;                                                                                         \
-        __atomic_exchange((thread T*)(size_t)p, &v, &old, 0);                                          \
+        __atomic_exchange(MSL_PLAIN(T, p), &v, &old, 0);                                               \
         return old;                                                                                    \
     }                                                                                                  \
     template <class T>                                                                                 \
@@ -97,7 +104,7 @@ MSL_FN constexpr void msl_check_atomic() {
                                                       memory_order, MSL_SITE) {                        \
         msl_check_atomic<IN_DEVICE, T>();                                                              \
         MSL_NOTE_ATOMIC(p, msl_reads | msl_writes);                                                    \
-        return __atomic_compare_exchange((thread T*)(size_t)p, expected, &v, false, 0, 0);             \
+        return __atomic_compare_exchange(MSL_PLAIN(T, p), expected, &v, false, 0, 0);                  \
     }                                                                                                  \
     MSL_UPDATE(SPACE, IN_DEVICE, add, msl_sum, v)                                                      \
     MSL_UPDATE(SPACE, IN_DEVICE, sub, msl_sum, (T) - v)                                                \
@@ -115,7 +122,7 @@ MSL_ATOMICS(threadgroup, false)
                                          MSL_SITE) {                                              \
         typedef ulong T;                                                                          \
         MSL_NOTE_ATOMIC(p, msl_reads | msl_writes);                                               \
-        msl_atomic_update<OPERATION, ulong>((thread ulong*)(size_t)p, v);                         \
+        msl_atomic_update<OPERATION, ulong>(MSL_PLAIN(ulong, p), v);                              \
     }
 MSL_ATOMIC64(max, msl_maximum)
 MSL_ATOMIC64(min, msl_minimum)

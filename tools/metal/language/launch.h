@@ -2,6 +2,7 @@
 // calls.
 #pragma once
 
+#if !MSL_CUDA
 typedef const thread msl_thread* msl_thread_context;
 #define MSL_GROUP(c) ((const thread msl_group*)(c)->group)
 #define MSL_TRIPLE(...) \
@@ -46,20 +47,21 @@ MSL_FN uint msl_simdgroup(msl_thread_context c) {
 MSL_FN uint msl_simdgroups(msl_thread_context c) {
     return MSL_GROUP(c)->simdgroups;
 }
-MSL_FN uint msl_simd_width(msl_thread_context) {
-    return 32;
-}
-MSL_FN uint msl_quad_lane(msl_thread_context c) {
-    return c->index & 3;
-}
-MSL_FN uint msl_quadgroup(msl_thread_context c) {
-    return c->index >> 2;
-}
 MSL_FN ulong msl_buffer(msl_thread_context c, uint index) {
     return MSL_GROUP(c)->buffers[index];
 }
 MSL_FN ulong msl_threadgroup(msl_thread_context c, uint index) {
     return MSL_GROUP(c)->threadgroup_buffers[index];
+}
+#endif
+MSL_FN uint msl_simd_width(msl_thread_context) {
+    return 32;
+}
+MSL_FN uint msl_quad_lane(msl_thread_context c) {
+    return msl_index(c) & 3;
+}
+MSL_FN uint msl_quadgroup(msl_thread_context c) {
+    return msl_index(c) >> 2;
 }
 
 template <class T>

@@ -33,19 +33,35 @@ MSL_FN constexpr T msl_each(T x, T y, F f) {
 
 // One component, in float; half goes through float.
 MSL_FN float msl_exp(float x) {
+#if MSL_CUDA
+    return msl_special_exp(x);
+#else
     return __builtin_elementwise_exp(x);
+#endif
 }
 MSL_FN float msl_exp2(float x) {
+#if MSL_CUDA
+    return msl_special_exp2(x);
+#else
     return __builtin_elementwise_exp2(x);
+#endif
 }
 MSL_FN float msl_exp10(float x) {
     return __builtin_elementwise_exp10(x);
 }
 MSL_FN float msl_log(float x) {
+#if MSL_CUDA
+    return msl_special_log(x);
+#else
     return __builtin_elementwise_log(x);
+#endif
 }
 MSL_FN float msl_log2(float x) {
+#if MSL_CUDA
+    return msl_special_log2(x);
+#else
     return __builtin_elementwise_log2(x);
+#endif
 }
 MSL_FN float msl_log10(float x) {
     return __builtin_elementwise_log10(x);
@@ -178,32 +194,33 @@ MSL_FN float msl_divide(float x, float y) {
 MSL_FN float msl_powr(float x, float y) {
     return msl_pow(x, y);
 }
-#define MSL_FUNCTIONS                                                                                        \
-    MSL_UNARY(exp)                                                                                           \
-    MSL_UNARY(exp2)                                                                                          \
-    MSL_UNARY(exp10) MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(log10) MSL_UNARY(sin) MSL_UNARY(cos)           \
-        MSL_UNARY(tan) MSL_UNARY(asin) MSL_UNARY(acos) MSL_UNARY(atan) MSL_UNARY(sinh) MSL_UNARY(cosh)       \
-            MSL_UNARY(tanh) MSL_UNARY(asinh) MSL_UNARY(acosh) MSL_UNARY(atanh) MSL_UNARY(sqrt)               \
-                MSL_UNARY(rsqrt) MSL_UNARY(floor) MSL_UNARY(ceil) MSL_UNARY(trunc) MSL_UNARY(rint)           \
-                    MSL_UNARY(round) MSL_UNARY(fract) MSL_UNARY(fabs) MSL_UNARY(sinpi) MSL_UNARY(cospi)      \
-                        MSL_UNARY(tanpi) MSL_BINARY(pow) MSL_BINARY(powr) MSL_BINARY(atan2) MSL_BINARY(fmod) \
-                            MSL_BINARY(copysign) MSL_BINARY(fmin) MSL_BINARY(fmax) MSL_BINARY(fdim)          \
-                                MSL_BINARY(divide) MSL_MATH MSL_FN T                                         \
-                                sincos(T x, thread T& cosine) {                                              \
-        cosine = cos(x);                                                                                     \
-        return sin(x);                                                                                       \
-    }                                                                                                        \
-    MSL_MATH MSL_FN T saturate(T x) {                                                                        \
-        return fmin(fmax(x, T(0)), T(1));                                                                    \
-    }                                                                                                        \
-    MSL_MATH MSL_FN T fmax3(T a, T b, T c) {                                                                 \
-        return fmax(a, fmax(b, c));                                                                          \
-    }                                                                                                        \
-    MSL_MATH MSL_FN T fmin3(T a, T b, T c) {                                                                 \
-        return fmin(a, fmin(b, c));                                                                          \
-    }                                                                                                        \
-    MSL_MATH MSL_FN T fmedian3(T a, T b, T c) {                                                              \
-        return fmax(fmin(a, b), fmin(fmax(a, b), c));                                                        \
+#define MSL_FUNCTIONS                                                                                   \
+    MSL_UNARY(exp)                                                                                      \
+    MSL_UNARY(exp2)                                                                                     \
+    MSL_UNARY(exp10)                                                                                    \
+    MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(log10) MSL_UNARY(sin) MSL_UNARY(cos) MSL_UNARY(tan)        \
+        MSL_UNARY(asin) MSL_UNARY(acos) MSL_UNARY(atan) MSL_UNARY(sinh) MSL_UNARY(cosh) MSL_UNARY(tanh) \
+            MSL_UNARY(asinh) MSL_UNARY(acosh) MSL_UNARY(atanh) MSL_UNARY(sqrt) MSL_UNARY(rsqrt)         \
+                MSL_UNARY(floor) MSL_UNARY(ceil) MSL_UNARY(trunc) MSL_UNARY(rint) MSL_UNARY(round)      \
+                    MSL_UNARY(fract) MSL_UNARY(fabs) MSL_UNARY(sinpi) MSL_UNARY(cospi) MSL_UNARY(tanpi) \
+                        MSL_BINARY(pow) MSL_BINARY(powr) MSL_BINARY(atan2) MSL_BINARY(fmod)             \
+                            MSL_BINARY(copysign) MSL_BINARY(fmin) MSL_BINARY(fmax) MSL_BINARY(fdim)     \
+                                MSL_BINARY(divide) MSL_MATH MSL_FN T                                    \
+                                sincos(T x, thread T& cosine) {                                         \
+        cosine = cos(x);                                                                                \
+        return sin(x);                                                                                  \
+    }                                                                                                   \
+    MSL_MATH MSL_FN T saturate(T x) {                                                                   \
+        return fmin(fmax(x, T(0)), T(1));                                                               \
+    }                                                                                                   \
+    MSL_MATH MSL_FN T fmax3(T a, T b, T c) {                                                            \
+        return fmax(a, fmax(b, c));                                                                     \
+    }                                                                                                   \
+    MSL_MATH MSL_FN T fmin3(T a, T b, T c) {                                                            \
+        return fmin(a, fmin(b, c));                                                                     \
+    }                                                                                                   \
+    MSL_MATH MSL_FN T fmedian3(T a, T b, T c) {                                                         \
+        return fmax(fmin(a, b), fmin(fmax(a, b), c));                                                   \
     }
 MSL_FUNCTIONS
 namespace fast {

@@ -44,6 +44,21 @@ MSL_FN constexpr void msl_check_simd() {
     static_assert(is_arithmetic_v<E> && !is_same_v<E, bfloat> && !is_same_v<E, bool> && sizeof(E) <= 4,
                   "SIMD-group functions take float, half and integers of up to 32 bits, and vectors of them");
 }
+#if MSL_CUDA
+MSL_FN uint msl_own_lane() {
+    return msl_warp_lane();
+}
+template <class T>
+struct msl_exchanged {
+    T value;
+    MSL_FN T operator[](uint lane) const { return msl_shuffle(value, lane & 31); }
+};
+template <class T>
+MSL_FN msl_exchanged<T> msl_exchange(T value, uint) {
+    msl_check_simd<T>();
+    return {value};
+}
+#else
 MSL_FN uint msl_own_lane() {
     return msl_current_thread()->lane;
 }
@@ -59,6 +74,7 @@ MSL_FN msl_exchanged<T> msl_exchange(T value, uint site) {
     msl_check_simd<T>();
     return {(const thread uchar*)msl_runtime_exchange(&value, sizeof(T), site)};
 }
+#endif
 template <class T>
 MSL_FN T simd_shuffle(T value, ushort lane, MSL_SITE) {
     return msl_exchange(value, site)[lane];
@@ -121,10 +137,21 @@ MSL_FN T msl_combine(T value, uint site) {
         for (int i = 0; i < msl_shape<T>::count; ++i) from[i] = (wide)value[i];
     else
         from[0] = (wide)value;
+#if MSL_CUDA
+    for (int i = 0; i < msl_shape<T>::count; ++i) {
+        typedef conditional_t<type == msl_int, int, wide> number;
+        const number own = (number)from[i];
+        if constexpr (scan)
+            to[i] = (wide)msl_scan<operation>(own);
+        else
+            to[i] = (wide)msl_butterfly<operation>(own);
+    }
+#else
     if constexpr (scan)
         msl_runtime_scan(from, to, type, msl_shape<T>::count, operation, site);
     else
         msl_runtime_reduce(from, to, type, msl_shape<T>::count, operation, site);
+#endif
     if constexpr (is_vector_v<T>) {
         T r;
         for (int i = 0; i < msl_shape<T>::count; ++i) r[i] = (E)to[i];

@@ -11,6 +11,7 @@ MSL_VALUE_OF uint msl_stored_as = is_same_v<T, float>  ? msl_stored_float
                                                        : msl_stored_bfloat;
 #define MSL_ANY(POINTER) (volatile device void*)(size_t)(POINTER)
 
+#if !MSL_CUDA
 MSL_FN bool msl_my_turn(const volatile device void* address, ulong stride, uint site) {
 #if MSL_INSTRUMENTED
     return msl_runtime_matrix_turn(address, stride, site);
@@ -23,9 +24,11 @@ MSL_FN bool msl_my_turn(const volatile device void* address, ulong stride, uint 
 #endif
 }
 
-#if MSL_UNDOCUMENTED
+#endif
+
+#if MSL_UNDOCUMENTED || MSL_CUDA
 // Apple's own layout, which it does not document: two elements a lane, for replaying public kernels that rely
-// on it.
+// on it; and, on an NVIDIA GPU, that GPU's.
 template <class T, int C, int R>
 struct simdgroup_matrix {
     static_assert(C == 8 && R == 8, "simdgroup_matrix is 8 x 8");
@@ -34,10 +37,15 @@ struct simdgroup_matrix {
     MSL_FN explicit simdgroup_matrix(T diagonal) {
         for (int i = 0; i < 2; ++i) elements[i] = row() == column(i) ? diagonal : T(0);
     }
+#if MSL_CUDA
+    static MSL_FN uint row() { return msl_matrix_row(); }
+    static MSL_FN uint column(int i) { return msl_matrix_column() + i; }
+#else
     static MSL_FN uint row() { return ((msl_own_lane() >> 2) & 4) + ((msl_own_lane() >> 1) & 3); }
     static MSL_FN uint column(int i) {
         return ((msl_own_lane() >> 2) & 2) * 2 + (msl_own_lane() & 1) * 2 + i;
     }
+#endif
     MSL_FN thread vec<T, 2>& thread_elements() thread { return elements; }
     MSL_FN thread const vec<T, 2>& thread_elements() const thread { return elements; }
 };
@@ -69,8 +77,16 @@ MSL_FN void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d,
                                           thread const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
     const float from[6] = {(float)a.elements.x, (float)a.elements.y, (float)b.elements.x,
                            (float)b.elements.y, (float)c.elements.x, (float)c.elements.y};
+#if MSL_CUDA
+    float to[2] = {from[4], from[5]};
+    if constexpr (is_same_v<A, bfloat> && is_same_v<B, bfloat>)
+        msl_multiply_bfloats(to, __builtin_bit_cast(uint, a.elements), __builtin_bit_cast(uint, b.elements));
+    else
+        msl_multiply_pairs(to, from, from + 2);
+#else
     float to[2];
     msl_runtime_apple_multiply(to, from, site);
+#endif
     d.elements = vec<D, 2>{(D)to[0], (D)to[1]};
 }
 #else

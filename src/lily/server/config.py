@@ -1,0 +1,74 @@
+"""How a server is set up."""
+
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How a server is set up.
+
+    host, port: where it listens; port 0 takes a free one.
+    api_key: str, what clients must send, as a Bearer token or as x-api-key; None for no key.
+    allow_public: bool, whether it may listen beyond this machine without a key.
+    allowed_hosts: names, beside this machine's own, that a request may be addressed to. With a key any may.
+    allowed_origins: of web pages elsewhere that may use it, "https://example.org"; "*" for any.
+    name: str, the model's name in /v1/models; by default its folder's.
+    strict_model: bool, whether a request that names another model is refused.
+    max_tokens: int, where an answer is cut whose request doesn't say; None for the model's own limit.
+    thinking: bool, whether answers begin with thoughts if the request doesn't say; None for the template's.
+    concurrency: int, how many requests use the model at a time, in turns.  queue: int, how many may wait.
+    body_bytes: int, the longest body.  depth: int, the deepest JSON.  messages: int, the most in a request;
+    tools: int, likewise.
+    keep_alive: float, seconds of silence in a stream until it says that it goes on.
+    body_seconds: float, in which a request must have arrived.  write_seconds: float, in which a client must
+        take what is sent.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    allow_public: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    name: str | None = None
+    strict_model: bool = False
+    max_tokens: int | None = None
+    thinking: bool | None = None
+    concurrency: int = 4
+    queue: int = 64
+    body_bytes: int = 32 * 2**20
+    depth: int = 128
+    messages: int = 10_000
+    tools: int = 1_024
+    keep_alive: float = 5.0
+    body_seconds: float = 60.0
+    write_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check what could harm.
+
+        Raises ValueError for an empty key, and for an address that others can reach without one.
+        """
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ValueError("api_key: wanted ASCII characters; generate one, or leave it out")
+        if not self.api_key and not self.allow_public and not is_loopback(self.host):
+            raise ValueError(
+                f"host: {self.host} can be reached from other machines, and there is no key; set api_key "
+                "(--api-key, LILY_API_KEY), or allow_public (--allow-public) if something else protects it"
+            )
+        for name in ("concurrency", "body_bytes", "depth", "messages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
+        if self.queue < 0 or self.keep_alive <= 0:
+            raise ValueError("queue, keep_alive: wanted numbers that are not negative")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

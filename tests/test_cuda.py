@@ -1,0 +1,68 @@
+"""The GPU kernels as PTX for NVIDIA GPUs, and what device="cuda" says where it can't run.
+
+Nothing here needs a GPU. On one, LILY_PTX=build/kernels.ptx lets every op case run there: support.backends.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rungs
+from lily import _core, errors
+from support import CHECKPOINTS, HERE
+
+METAL = sorted((HERE.parent / "metal").glob("*.metal"))
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rungs.climb("metal")
+    from tools.metal import cuda
+
+    return cuda.compile(METAL, tmp_path_factory.mktemp("cuda") / "kernels.ptx").read_text()
+
+
+@pytest.mark.long
+def test_every_kernel_is_an_entry(ptx: str) -> None:
+    from tools.metal import clang
+
+    wanted = {instance.name for file in METAL for instance in clang.translate(file).kernels.instances}
+    assert set(re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)) == wanted
+
+
+@pytest.mark.long
+def test_kernels_call_nothing_and_lack_nothing(ptx: str) -> None:
+    """A call would cost a kernel its registers; a name without a body would keep all from being loaded."""
+    assert not re.search(r"^\s*call", ptx, re.MULTILINE)
+    assert not re.search(r"^\.func", ptx, re.MULTILINE)
+    assert re.findall(r"^\.extern .*", ptx, re.MULTILINE) == [".extern .shared .align 16 .b8 msl_dynamic[];"]
+
+
+@pytest.mark.long
+def test_products_use_the_matrix_units(ptx: str) -> None:
+    entry = re.search(r"^\.visible \.entry matmul_bf16_128\(.*?^\}", ptx, re.MULTILINE | re.DOTALL)
+    assert entry
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in entry[0]
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in entry[0]
+
+
+def test_a_function_constant_is_refused(tmp_path: Path) -> None:
+    rungs.climb("metal")
+    from tools.metal import cuda
+    from tools.metal.clang import CompileError
+
+    source = tmp_path / "flag.metal"
+    source.write_text(
+        "#include <metal_stdlib>\nconstant bool flag [[function_constant(0)]];\n"
+        "kernel void f(device float* x [[buffer(1)]]) { if (flag) x[0] = 1; }\n"
+    )
+    with pytest.raises(CompileError, match="function constants are fixed at a launch, PTX is not"):
+        cuda.compile([source], tmp_path / "flag.ptx")
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    weights = _core.Weights(str(CHECKPOINTS["tiny"]))
+    wanted = r"cuda cannot be used|wanted the kernels' PTX"  # on a machine with a GPU, it is these that lack
+    with pytest.raises(errors.DeviceError, match=wanted):
+        _core.Session(weights, {"device": "cuda"})
