@@ -25,7 +25,7 @@ def model(request):
 def everywhere(name, values, slow):
     """Parametrise over the backends and some values, of which a slow backend gets few."""
     cases = [(backend, n) for backend in backends() for n in (slow if backend == SLOW else values)]
-    return pytest.mark.parametrize(("model", name), cases, indirect=["model"])
+    return pytest.mark.parametrize(("model", name), cases, indirect=["model"], scope="module")
 
 
 @pytest.fixture(scope="module")
