@@ -27,7 +27,7 @@ demo: $(VENV)/installed  ## build, install, and write a story with the embedded 
 
 test: $(VENV)/extra-test  ## build, install, and run the default suite: at most 10 minutes on two cores
 	@$(PY) tests/rungs.py
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-long: $(VENV)/extra-test  ## load, fuzz and sanitizers: at most 45 minutes on two cores
 	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
