@@ -242,26 +242,40 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
             y[h][i] = 0;
         }
     }
+    const uint others = appends ? position : end;  // behind the last position whose row lies in its page
     for (uint run = begin + simd * kKeys; run < end; run += kSimds * kKeys) {
-        device const KV* keys = key_at<KV>(pages, p, kv_head, run);
-        float share[kHeads][kKeys], x[N];
-        for (ushort j = 0; j < kKeys; ++j) {
-            const bool present = run + j < end, is_own = appends && run + j == position;
-            if (is_own) {
-                for (ushort i = 0; i < N; ++i) x[i] = own[lane * N + i];
-            } else if (present) {
-                load<kWide, N>(keys + j * Dh, Dh, lane, x);
-            }
-            float scale = 1;
-            if (Kept<KV>::kScaled && present)
-                scale = is_own ? own_scales[0] : *scale_of(keys + j * Dh, Dh, run + j);
-            for (ushort h = 0; h < kHeads; ++h) {
-                float score = 0;
-                for (ushort i = 0; i < N && present; ++i) score = fma(q[h][i], x[i], score);
-                share[h][j] = present ? simd_sum(score) : -INFINITY;
-                if (Kept<KV>::kScaled) share[h][j] *= scale;
+        // The loads of a run are under way at once. One past the last repeats it and counts for nothing.
+        float keys[kKeys][N], values[kKeys][N], key_scales[kKeys], value_scales[kKeys];
+        if (run < others) {
+            device const KV* rows = key_at<KV>(pages, p, kv_head, run);
+            for (ushort j = 0; j < kKeys; ++j) {
+                const uint at = min(run + j, others - 1);
+                device const KV* row = rows + (at - run) * Dh;
+                load<kWide, N>(row, Dh, lane, keys[j]);
+                load<kWide, N>(row + p.plane, Dh, lane, values[j]);
+                key_scales[j] = Kept<KV>::kScaled ? *scale_of(row, Dh, at) : 1.0f;
+                value_scales[j] = Kept<KV>::kScaled ? *scale_of(row + p.plane, Dh, at) : 1.0f;
             }
         }
+        if (appends && run + kKeys > others)
+            for (ushort j = 0; j < kKeys; ++j) {
+                if (run + j < others) continue;
+                for (ushort i = 0; i < N; ++i) {
+                    keys[j][i] = own[lane * N + i];
+                    values[j][i] = own[kWidth + lane * N + i];
+                }
+                key_scales[j] = Kept<KV>::kScaled ? own_scales[0] : 1.0f;
+                value_scales[j] = Kept<KV>::kScaled ? own_scales[1] : 1.0f;
+            }
+        float share[kHeads][kKeys];
+        for (ushort j = 0; j < kKeys; ++j)
+            for (ushort h = 0; h < kHeads; ++h) {
+                float score = 0;
+                for (ushort i = 0; i < N; ++i) score = fma(q[h][i], keys[j][i], score);
+                score = simd_sum(score);
+                if (Kept<KV>::kScaled) score *= key_scales[j];
+                share[h][j] = run + j < end ? score : -INFINITY;
+            }
         for (ushort h = 0; h < kHeads; ++h) {
             float now = top[h], sum = 0;
             for (ushort j = 0; j < kKeys; ++j) now = max(now, share[h][j]);
@@ -274,21 +288,11 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
             total[h] = fma(total[h], shrink, sum);
             for (ushort i = 0; i < N; ++i) y[h][i] *= shrink;
         }
-        for (ushort j = 0; j < kKeys; ++j) {
-            if (run + j >= end) break;
-            const bool is_own = appends && run + j == position;
-            if (is_own) {
-                for (ushort i = 0; i < N; ++i) x[i] = own[kWidth + lane * N + i];
-            } else {
-                load<kWide, N>(keys + p.plane + j * Dh, Dh, lane, x);
+        for (ushort h = 0; h < kHeads; ++h)
+            for (ushort j = 0; j < kKeys; ++j) {
+                const float weight = Kept<KV>::kScaled ? share[h][j] * value_scales[j] : share[h][j];
+                for (ushort i = 0; i < N; ++i) y[h][i] = fma(weight, values[j][i], y[h][i]);
             }
-            if (Kept<KV>::kScaled) {
-                const float scale = is_own ? own_scales[1] : *scale_of(keys + p.plane + j * Dh, Dh, run + j);
-                for (ushort h = 0; h < kHeads; ++h) share[h][j] *= scale;
-            }
-            for (ushort h = 0; h < kHeads; ++h)
-                for (ushort i = 0; i < N; ++i) y[h][i] = fma(share[h][j], x[i], y[h][i]);
-        }
     }
     for (ushort h = 0; h < kHeads; ++h) {
         if (lane == 0) {

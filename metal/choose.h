@@ -7,37 +7,34 @@ namespace lily {
 
 constant constexpr ushort kMaxChosen = 32;  // experts of a token
 
-// The K largest of E logits, best first, ties to the lower id, and their shares of the softmax over those K,
-// by one SIMD-group. logits are overwritten. Where no number is left, as after a NaN, the last expert is
-// named: every id is one that exists.
-METAL_FUNC void choose(threadgroup float* logits, uint E, uint K, ushort lane, threadgroup uint* expert,
-                       threadgroup float* weight) {
-    float largest = -INFINITY, best = 0, total = 0, mine = 0;
-    uint id = E - 1;
-    bool stale = true;  // whether this lane's largest is to be found again, among every 32nd expert
-    for (uint k = 0; k < K; ++k) {
-        if (stale) {
-            largest = -INFINITY;
-            id = E - 1;
-            for (uint e = lane; e < E; e += kSimd)
-                if (logits[e] > largest) {
-                    largest = logits[e];
-                    id = e;
-                }
-        }
-        const float most = simd_max(largest);
-        const uint chosen = simd_min(largest == most ? id : E - 1);
-        if (k == 0) best = most;
-        const float share = precise::exp(most - best);
-        total += share;
-        stale = chosen % kSimd == lane;
-        if (stale) logits[chosen] = -INFINITY;  // a lane writes only where it alone reads
-        if (lane == k) {
-            expert[k] = chosen;
-            mine = share;
-        }
+// The K largest of E logits, best first, ties to the lower id. Every thread counts how many come before the
+// one it looks at, which takes one pass where K maxima in a row would take K; a SIMD-group looks at 32 in a
+// row, so those below them win a tie and those above lose it. None of the logits may be NaN. The caller's
+// barrier makes the choice visible.
+METAL_FUNC void choose(threadgroup const float* logits, uint E, uint K, ushort simd, ushort simds,
+                       ushort lane, threadgroup uint* expert) {
+    for (uint first = simd * kSimd; first < E; first += simds * kSimd) {
+        const float mine = logits[min(first + lane, E - 1)];
+        uint before = 0;
+#pragma unroll 8
+        for (uint o = 0; o < first; ++o) before += logits[o] >= mine;
+        for (uint o = first; o < min(first + kSimd, E); ++o)
+            before += logits[o] > mine || (logits[o] == mine && o < first + lane);
+#pragma unroll 8
+        for (uint o = first + kSimd; o < E; ++o) before += logits[o] > mine;
+        if (before < K && first + lane < E) expert[before] = first + lane;
     }
-    if (lane < K) weight[lane] = mine / total;
+}
+
+// A router's logit as choose() takes it: what is no number comes last.
+METAL_FUNC float comparable(float logit) { return isnan(logit) ? -INFINITY : logit; }
+
+// The share of the k-th chosen expert: of the softmax over those K.
+METAL_FUNC float share_of(threadgroup const float* logits, uint K, threadgroup const uint* expert, uint k) {
+    const float best = logits[expert[0]];
+    float total = 0;
+    for (uint o = 0; o < K; ++o) total += precise::exp(logits[expert[o]] - best);
+    return precise::exp(logits[expert[k]] - best) / total;
 }
 
 }  // namespace lily

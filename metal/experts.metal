@@ -42,8 +42,7 @@ struct StorePart {
 
 }  // namespace
 
-// Chooses each token's experts, and rounds its row for the products. A threadgroup takes a token: one
-// SIMD-group chooses while the others, and then all, round.
+// Chooses each token's experts, and rounds its row for the products. A threadgroup takes a token.
 [[kernel]] void moe_up_choose(constant args::MoeUp& p     [[buffer(0)]],
                               device const float* h       [[buffer(1)]],  // (T, D)
                               device const float* router  [[buffer(2)]],  // (T, E)
@@ -57,16 +56,15 @@ struct StorePart {
                               ushort simds                [[simdgroups_per_threadgroup]],
                               ushort lane                 [[thread_index_in_simdgroup]]) {
     threadgroup uint expert[kMaxChosen];
-    threadgroup float weight[kMaxChosen];
     const uint D = p.gate.columns, E = p.experts, K = p.experts_per_token, threads = uint(simds) * kSimd;
-    for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
+    for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simd == 0) choose(logits, E, K, lane, expert, weight);
+    choose(logits, E, K, simd, simds, lane, expert);
     for (uint i = thread_index; i < D; i += threads) rounded[t * D + i] = bfloat(h[t * D + i]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint k = thread_index; k < K; k += threads) {
         expert_out[t * K + k] = int(expert[k]);
-        weight_out[t * K + k] = weight[k];
+        weight_out[t * K + k] = share_of(logits, K, expert, k);
     }
 }
 

@@ -190,6 +190,7 @@ template <ushort kKeyTiles>
     device float* S_out = sequences[0].next + p.layer * p.state + at;
 
     Fragment<float> S[kKeyTiles], D[kTiles], left, right;
+#pragma unroll
     for (ushort d = 0; d < kKeyTiles; ++d) simdgroup_load(S[d], S_in + d * kTile, Dk, ulong2(0, 0), true);
 
     for (uint row = 0; row < p.lead + tokens; row += kChunk) {  // the first row of a chunk
@@ -203,6 +204,7 @@ template <ushort kKeyTiles>
 
         for (ushort i = 0; i < kTiles; ++i) {  // D = V - e^G K S^T
             Fragment<float> sum = zeros();
+#pragma unroll
             for (ushort d = 0; d < kKeyTiles; ++d) {
                 simdgroup_load(left, k + i * kTile * channels + d * kTile, channels);
                 simdgroup_multiply_accumulate(sum, left, S[d], sum);
@@ -222,6 +224,7 @@ template <ushort kKeyTiles>
         }
         for (ushort i = 0; i < kTiles; ++i) {  // Y = e^G Q S^T + P D
             Fragment<float> sum = zeros(), scaled;
+#pragma unroll
             for (ushort d = 0; d < kKeyTiles; ++d) {
                 simdgroup_load(left, q + i * kTile * channels + d * kTile, channels);
                 simdgroup_multiply_accumulate(sum, left, S[d], sum);
@@ -246,6 +249,7 @@ template <ushort kKeyTiles>
             simdgroup_multiply(D[i], left, right);
         }
         const Fragment<float> decay(scale[2 * kTiles * kSquare - 1]);  // e^G[63], the last of its diagonal
+#pragma unroll
         for (ushort d = 0; d < kKeyTiles; ++d) {                       // S^T = e^G[63] S^T + K^T D
             right = S[d];
             simdgroup_multiply(S[d], decay, right);
@@ -255,6 +259,7 @@ template <ushort kKeyTiles>
             }
         }
     }
+#pragma unroll
     for (ushort d = 0; d < kKeyTiles; ++d) simdgroup_store(S[d], S_out + d * kTile, Dk, ulong2(0, 0), true);
 }
 

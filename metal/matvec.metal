@@ -1,6 +1,7 @@
 // The steps that multiply one row at a time: every projection of a decode step, with its norm, gate,
-// activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory; a
-// SIMD-group takes four outputs at a time. The grid is (blocks of outputs, rows of the batch).
+// activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory,
+// with its first loads of weights under way; a SIMD-group takes four outputs at a time. The grid is (blocks
+// of outputs, rows of the batch).
 #include "logits.h"
 #include "norm.h"
 #include "quant.h"
@@ -11,26 +12,25 @@ namespace {
 
 constant constexpr ushort kMaxSimds = 32;
 
-// Writes outputs of the block-th four rows of one matrix.
-METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup const float* h, ushort lane,
-                           device float* out) {
-    const uint row = block * kRowsOfSimd;
-    const uint rows = min(uint(kRowsOfSimd), m.rows - row);
-    float y[kRowsOfSimd];
-    row_dots(w, m, row, rows, h, lane, y);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) out[row + r] = y[r];
-}
-
 METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
 
-// Writes outputs of the block-th four rows of several matrices on end, row t of each. It finds the matrix
-// first and then has one loop for all: a kernel's code has to be fetched too.
+// Four rows, and where their products go: the first `count` of them.
+struct Block {
+    Rows rows;
+    device float* out;
+    uint count;
+    METAL_FUNC void write(thread const float* y, ushort lane) const {
+#pragma unroll
+        for (ushort r = 0; r < kRowsOfSimd; ++r)
+            if (lane == r && r < count) out[r] = y[r];
+    }
+};
+
+// The block-th four rows of several matrices on end, whose products go to row t of `out`. One loop serves all
+// matrices: a kernel's code has to be fetched too.
 template <ushort kCount>
-METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* shapes,
-                             device float* const thread* out, uint t, uint block, threadgroup const float* h,
-                             ushort lane) {
+METAL_FUNC Block block_of(thread const Weights* w, constant args::Matrix* shapes,
+                          device float* const thread* out, uint t, uint block) {
     Weights weights = w[0];
     args::Matrix m = shapes[0];
     device float* to = out[0];
@@ -46,13 +46,36 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
         }
         end += blocks;
     }
-    if (block < end) write_rows(weights, m, block - first, h, lane, to + t * m.rows);
+    const bool present = block < end;
+    const uint row = present ? (block - first) * kRowsOfSimd : 0;
+    const uint count = present ? min(uint(kRowsOfSimd), m.rows - row) : 0;
+    return {rows_of(weights, m, row, count), to + t * m.rows + row, count};
+}
+
+// The rows of a threadgroup that adds W h to the residual stream: two SIMD-groups share four of them, each
+// takes half the columns.
+constant constexpr ushort kParts = 2;
+
+METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, ushort simds) {
+    const uint row = (group * (simds / kParts) + simd / kParts) * kRowsOfSimd;
+    return rows_of(w, m, row, row < m.rows ? min(uint(kRowsOfSimd), m.rows - row) : 0, simd % kParts, kParts);
+}
+
+METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, uint thread_index, ushort simd,
+                           ushort simds, ushort lane, threadgroup float* sums, device float* x) {
+    leave(y, lane, sums + simd * kRowsOfSimd);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint outputs = simds / kParts * kRowsOfSimd, row = group * outputs + thread_index;
+    if (thread_index >= outputs || row >= m.rows) return;
+    const uint from = thread_index / kRowsOfSimd * kParts * kRowsOfSimd + thread_index % kRowsOfSimd;
+    x[row] += sums[from] + sums[from + kRowsOfSimd];
 }
 
 }  // namespace
 
 // gdn_in: h = norm(x); qkv, z, b, a = W h.
-[[kernel]] void gdn_in(constant args::NormProject& p       [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void gdn_in(
+                       constant args::NormProject& p       [[buffer(0)]],
                        device const float* x               [[buffer(1)]],   // (T, D)
                        device const float* norm            [[buffer(2)]],   // (D)
                        device const uchar* qkv_weight      [[buffer(3)]],   // (channels, D) as stored
@@ -79,19 +102,22 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                        ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.matrix[0].columns;
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
-
-    const uint block = group.x * simds + simd;
     const Weights w[4] = {{qkv_weight, qkv_scales, qkv_biases},
                           {z_weight, z_scales, z_biases},
                           {b_weight, b_scales, b_biases},
                           {a_weight, a_scales, a_biases}};
     device float* const out[4] = {qkv, z, b, a};
-    write_one_of<4>(w, p.matrix, out, t, block, h, lane);
+    const Block block = block_of<4>(w, p.matrix, out, t, group.x * simds + simd);
+    Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    float y[kRowsOfSimd];
+    dots(block.rows, ahead, h, lane, y);
+    block.write(y, lane);
 }
 
 // attn_in: h = norm(x); qg, k, v = W h.
-[[kernel]] void attn_in(constant args::NormProject& p       [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void attn_in(
+                        constant args::NormProject& p       [[buffer(0)]],
                         device const float* x               [[buffer(1)]],  // (T, D)
                         device const float* norm            [[buffer(2)]],  // (D)
                         device const uchar* q_weight        [[buffer(3)]],  // (H 2 Dh, D) as stored
@@ -114,17 +140,20 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                         ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.matrix[0].columns;
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
-
-    const uint block = group.x * simds + simd;
     const Weights w[3] = {
         {q_weight, q_scales, q_biases}, {k_weight, k_scales, k_biases}, {v_weight, v_scales, v_biases}};
     device float* const out[3] = {qg, k, v};
-    write_one_of<3>(w, p.matrix, out, t, block, h, lane);
+    const Block block = block_of<3>(w, p.matrix, out, t, group.x * simds + simd);
+    Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    float y[kRowsOfSimd];
+    dots(block.rows, ahead, h, lane, y);
+    block.write(y, lane);
 }
 
-// head: logits = W norm(x), and for sample the best key of each threadgroup's 32.
-[[kernel]] void head(constant args::NormProject& p       [[buffer(0)]],
+// head: logits = W norm(x), and for sample the best key of every kLogitBlock, which a SIMD-group takes.
+[[kernel, max_total_threads_per_threadgroup(256)]] void head(
+                     constant args::NormProject& p       [[buffer(0)]],
                      device const float* x               [[buffer(1)]],  // (rows, D)
                      device const float* norm            [[buffer(2)]],  // (D)
                      device const uchar* weight          [[buffer(3)]],  // (V, D) as stored
@@ -134,39 +163,42 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                      device uint* best                   [[buffer(7)]],  // (rows, V / 32)
                      threadgroup float* h                [[threadgroup(0)]],  // (D)
                      uint2 group                         [[threadgroup_position_in_grid]],
-                     uint2 groups                        [[threadgroups_per_grid]],
                      uint thread_index                   [[thread_index_in_threadgroup]],
                      ushort simd                         [[simdgroup_index_in_threadgroup]],
                      ushort simds                        [[simdgroups_per_threadgroup]],
                      ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
-    threadgroup atomic_uint largest[1];
     const args::Matrix m = p.matrix[0];
-    if (thread_index == 0) atomic_store_explicit(largest, 0, memory_order_relaxed);
+    const Weights w = {weight, scales, biases};
+    const uint block = group.x * simds + simd, begin = min(block * args::kLogitBlock, m.rows - 1);
+    const uint end = min((block + 1) * args::kLogitBlock, m.rows);
+    Rows rows = rows_of(w, m, begin, min(uint(kRowsOfSimd), m.rows - begin));
+    Ahead<2> ahead = load<2>(rows, lane);  // eight blocks in a row keep enough under way
     norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
              uint(simds) * kSimd, simd, simds, lane);
-    const Weights w = {weight, scales, biases};
-    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    if (block * args::kLogitBlock >= m.rows) return;
     uint key = 0;
-    if (row < m.rows) {
-        const uint rows = min(uint(kRowsOfSimd), m.rows - row);
+    for (uint row = begin;;) {
         float y[kRowsOfSimd];
-        row_dots(w, m, row, rows, h, lane, y);
+        dots(rows, ahead, h, lane, y);
+#pragma unroll
         for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            if (lane != r || r >= rows) continue;
+            if (lane != r || row + r >= end) continue;
             logits[group.y * m.rows + row + r] = y[r];
-            key = key_of_finite(y[r]);
+            key = max(key, key_of_finite(y[r]));
         }
+        row += kRowsOfSimd;
+        if (row >= end) break;
+        rows = rows_of(w, m, row, min(uint(kRowsOfSimd), end - row));
+        ahead = load<2>(rows, lane);
     }
     key = simd_max(key);
-    if (lane == 0) atomic_fetch_max_explicit(largest, key, memory_order_relaxed);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index == 0)
-        best[group.y * groups.x + group.x] = atomic_load_explicit(largest, memory_order_relaxed);
+    if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
-[[kernel]] void gdn_out(constant args::MixOut& p          [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void gdn_out(
+                        constant args::MixOut& p          [[buffer(0)]],
                         device const float* y             [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
                         device const float* z             [[buffer(2)]],  // (T, Hv Dv)
                         device const float* norm          [[buffer(3)]],  // (Dv)
@@ -176,10 +208,14 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                         device float* x                   [[buffer(7)]],  // (T, D)
                         threadgroup float* h              [[threadgroup(0)]],  // (Hv Dv)
                         uint2 group                       [[threadgroup_position_in_grid]],
+                        uint thread_index                 [[thread_index_in_threadgroup]],
                         ushort simd                       [[simdgroup_index_in_threadgroup]],
                         ushort simds                      [[simdgroups_per_threadgroup]],
                         ushort lane                       [[thread_index_in_simdgroup]]) {
+    threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, width = p.out.columns, Dv = p.head_dim;
+    const Rows rows = shared_rows(Weights{weight, scales, biases}, p.out, group.x, simd, simds);
+    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
     y += t * p.y_stride;
     z += t * width;
     for (uint head = simd * Dv; head < width; head += simds * Dv) {  // a SIMD-group takes a head
@@ -187,23 +223,17 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
         for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
         const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
         for (uint i = lane; i < Dv; i += kSimd)
-            h[head + i] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
+            h[args::spread(head + i)] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    const Weights w = {weight, scales, biases};
-    const uint row = (group.x * simds + simd) * kRowsOfSimd;
-    if (row >= p.out.rows) return;
-    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
-    float sums[kRowsOfSimd];
-    row_dots(w, p.out, row, rows, h, lane, sums);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+    float out[kRowsOfSimd];
+    dots(rows, ahead, h, lane, out);
+    add_shared(out, p.out, group.x, thread_index, simd, simds, lane, sums, x + t * p.out.rows);
 }
 
 // attn_out: x += W y.
-[[kernel]] void attn_out(constant args::MixOut& p          [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void attn_out(
+                         constant args::MixOut& p          [[buffer(0)]],
                          device const float* y             [[buffer(1)]],  // (T, y_stride), H Dh of them used
                          device const uchar* weight        [[buffer(2)]],  // (D, H Dh) as stored
                          device const uchar* scales        [[buffer(3)]],
@@ -215,17 +245,14 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                          ushort simd                       [[simdgroup_index_in_threadgroup]],
                          ushort simds                      [[simdgroups_per_threadgroup]],
                          ushort lane                       [[thread_index_in_simdgroup]]) {
+    threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y;
-    for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd) h[i] = y[t * p.y_stride + i];
+    const Rows rows = shared_rows(Weights{weight, scales, biases}, p.out, group.x, simd, simds);
+    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
+    for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd)
+        h[args::spread(i)] = y[t * p.y_stride + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    const Weights w = {weight, scales, biases};
-    const uint row = (group.x * simds + simd) * kRowsOfSimd;
-    if (row >= p.out.rows) return;
-    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
-    float sums[kRowsOfSimd];
-    row_dots(w, p.out, row, rows, h, lane, sums);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+    float out[kRowsOfSimd];
+    dots(rows, ahead, h, lane, out);
+    add_shared(out, p.out, group.x, thread_index, simd, simds, lane, sums, x + t * p.out.rows);
 }

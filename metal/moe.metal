@@ -9,32 +9,14 @@ namespace {
 
 constant constexpr ushort kMaxSimds = 32;
 
-// out[row + r] = silu(Gate[row + r] . h) (Up[row + r] . h) for up to four rows; `first` offsets the rows in
-// the matrices.
-METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, args::Matrix up_shape,
-                             uint first, uint row, uint rows, threadgroup const float* h, ushort lane,
-                             device float* out) {
-    float sums[2][kRowsOfSimd] = {};
-    // One loop, not two calls: a kernel's code has to be fetched too.
-#pragma unroll 1
-    for (ushort i = 0; i < 2; ++i) {
-        float y[kRowsOfSimd];
-        row_dots(i ? up : gate, i ? up_shape : gate_shape, first + row, rows, h, lane, y);
-#pragma unroll
-        for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            sums[0][r] = i ? sums[0][r] : y[r];
-            sums[1][r] = y[r];
-        }
-    }
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) out[row + r] = silu(sums[0][r]) * sums[1][r];
-}
+// Two SIMD-groups make four outputs: one the products with Gate, its neighbour those with Up.
+constant constexpr ushort kParts = 2;
 
 }  // namespace
 
 // moe_route: h = norm(x); router logits, the shared expert's gate, and its hidden row after SwiGLU.
-[[kernel]] void moe_route(constant args::MoeRoute& p        [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void moe_route(
+                          constant args::MoeRoute& p        [[buffer(0)]],
                           device const float* x             [[buffer(1)]],   // (T, D)
                           device const float* norm          [[buffer(2)]],   // (D)
                           device const uchar* router_weight [[buffer(3)]],   // (E, D) as stored
@@ -59,38 +41,53 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                           ushort simd                       [[simdgroup_index_in_threadgroup]],
                           ushort simds                      [[simdgroups_per_threadgroup]],
                           ushort lane                       [[thread_index_in_simdgroup]]) {
-    threadgroup float partial[kMaxSimds];
+    threadgroup float partial[kMaxSimds], sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, D = p.router.columns, threads = uint(simds) * kSimd;
+    const uint E = p.router.rows, Fs = p.shared_gate.rows;
+    const uint routes = (E + kRowsOfSimd - 1) / kRowsOfSimd;  // blocks of the router, then shared
+    const uint blocks = routes + 1 + (Fs + kRowsOfSimd - 1) / kRowsOfSimd;
+    const ushort half_of = simd % kParts;
+    const uint wanted = group.x * (simds / kParts) + simd / kParts, block = min(wanted, blocks - 1);
+    const bool shares = block > routes;
+    const uint row = (shares ? block - routes - 1 : block < routes ? block : 0) * kRowsOfSimd;
+    Weights w = {router_weight, router_scales, router_biases};
+    args::Matrix m = p.router;
+    if (block == routes) {
+        w = Weights{open_weight, open_scales, open_biases};
+        m = p.shared_expert_gate;
+    } else if (shares) {
+        w = Weights{gate_weight, gate_scales, gate_biases};
+        m = p.shared_gate;
+        if (half_of != 0) {
+            w = Weights{up_weight, up_scales, up_biases};
+            m = p.shared_up;
+        }
+    }
+    const uint count = wanted < blocks ? min(uint(kRowsOfSimd), m.rows - row) : 0;
+    const Rows rows = rows_of(w, m, row, count, shares ? 0 : half_of, shares ? 1 : kParts);
+    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
     norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, threads, simd, simds, lane);
     if (group.x == 0)
-        for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[i];
-
-    const uint E = p.router.rows, Fs = p.shared_gate.rows;
-    const uint router_blocks = (E + kRowsOfSimd - 1) / kRowsOfSimd;
-    const uint block = group.x * simds + simd;
-    if (block <= router_blocks) {  // the last of these is the shared expert's gate
-        const bool open = block == router_blocks;
-        const uint row = open ? 0 : block * kRowsOfSimd, rows = open ? 1 : min(uint(kRowsOfSimd), E - row);
-        const Weights routed = {router_weight, router_scales, router_biases},
-                      opened = {open_weight, open_scales, open_biases};
-        float y[kRowsOfSimd];
-        row_dots(open ? opened : routed, open ? p.shared_expert_gate : p.router, row, rows, h, lane, y);
-        device float* out = open ? shared_gate + t : router + t * E + row;
-#pragma unroll
-        for (ushort r = 0; r < kRowsOfSimd; ++r)
-            if (lane == r && r < rows) out[r] = y[r];
+        for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[args::spread(i)];
+    float y[kRowsOfSimd];
+    dots(rows, ahead, h, lane, y);
+    leave(y, lane, sums + simd * kRowsOfSimd);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (half_of != 0 || lane >= count) return;
+    const float first = sums[simd * kRowsOfSimd + lane], second = sums[(simd + 1) * kRowsOfSimd + lane];
+    if (shares) {
+        shared[t * Fs + row + lane] = silu(first) * second;
+    } else if (block == routes) {
+        shared_gate[t] = first + second;
     } else {
-        const uint row = (block - router_blocks - 1) * kRowsOfSimd;
-        if (row >= Fs) return;
-        const Weights gate = {gate_weight, gate_scales, gate_biases}, up = {up_weight, up_scales, up_biases};
-        write_swiglu(gate, p.shared_gate, up, p.shared_up, 0, row, min(uint(kRowsOfSimd), Fs - row), h, lane,
-                     shared + t * Fs);
+        router[t * E + row + lane] = first + second;
     }
 }
 
 // moe_up: chooses K experts, then hidden = silu(Gate h) (Up h) of each. Every threadgroup chooses for itself,
 // which costs less than a stage of its own; the first one writes the choice down.
-[[kernel]] void moe_up(constant args::MoeUp& p             [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void moe_up(
+                       constant args::MoeUp& p             [[buffer(0)]],
                        device const float* h_in            [[buffer(1)]],  // (T, D)
                        device const float* router          [[buffer(2)]],  // (T, E)
                        device const uchar* gate_weight     [[buffer(3)]],  // (E F, D) as stored
@@ -110,27 +107,39 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                        ushort simds                        [[simdgroups_per_threadgroup]],
                        ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup uint expert[kMaxChosen];
-    threadgroup float weight[kMaxChosen];
+    threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, D = p.gate.columns, F = p.gate.rows, E = p.experts, K = p.experts_per_token;
     const uint threads = uint(simds) * kSimd;
-    for (uint i = thread_index; i < D; i += threads) h[i] = h_in[t * D + i];
-    for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
+    for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simd == 0) choose(logits, E, K, lane, expert, weight);
+    choose(logits, E, K, simd, simds, lane, expert);
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint blocks = (F + kRowsOfSimd - 1) / kRowsOfSimd;  // of one expert
+    const ushort half_of = simd % kParts;
+    const uint wanted = group.x * (simds / kParts) + simd / kParts, block = min(wanted, K * blocks - 1);
+    const uint k = block / blocks, row = block % blocks * kRowsOfSimd;
+    const uint count = wanted < K * blocks ? min(uint(kRowsOfSimd), F - row) : 0;
+    Weights w = {gate_weight, gate_scales, gate_biases};
+    args::Matrix m = p.gate;
+    if (half_of != 0) {
+        w = Weights{up_weight, up_scales, up_biases};
+        m = p.up;
+    }
+    const Rows rows = rows_of(w, m, expert[k] * F + row, count);
+    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
+    for (uint i = thread_index; i < D; i += threads) h[args::spread(i)] = h_in[t * D + i];
     if (group.x == 0 && thread_index < K) {
         expert_out[t * K + thread_index] = int(expert[thread_index]);
-        weight_out[t * K + thread_index] = weight[thread_index];
+        weight_out[t * K + thread_index] = share_of(logits, K, expert, thread_index);
     }
-
-    const uint blocks = (F + kRowsOfSimd - 1) / kRowsOfSimd;  // of one expert
-    const uint block = group.x * simds + simd;
-    const uint k = block / blocks;
-    if (k >= K) return;
-    const uint row = block % blocks * kRowsOfSimd;
-    const Weights gate = {gate_weight, gate_scales, gate_biases}, up = {up_weight, up_scales, up_biases};
-    write_swiglu(gate, p.gate, up, p.up, expert[k] * F, row, min(uint(kRowsOfSimd), F - row), h, lane,
-                 hidden + (t * K + k) * F);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float y[kRowsOfSimd];
+    dots(rows, ahead, h, lane, y);
+    leave(y, lane, sums + simd * kRowsOfSimd);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (half_of != 0 || lane >= count) return;
+    hidden[(t * K + k) * F + row + lane] =
+        silu(sums[simd * kRowsOfSimd + lane]) * sums[(simd + 1) * kRowsOfSimd + lane];
 }
 
 // moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared. A
@@ -157,7 +166,7 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                          ushort lane                        [[thread_index_in_simdgroup]]) {
     threadgroup float sums[kMaxSimds][kRowsOfSimd];
     const uint D = p.down.rows, F = p.down.columns, Fs = p.shared_down.columns, K = p.experts_per_token;
-    const uint t = group.y, row = group.x * kRowsOfSimd, rows = min(uint(kRowsOfSimd), D - row);
+    const uint t = group.y, row = group.x * kRowsOfSimd, count = min(uint(kRowsOfSimd), D - row);
     const Weights down = {down_weight, down_scales, down_biases};
     const Weights shared_down = {shared_weight, shared_scales, shared_biases};
     float total[kRowsOfSimd];
@@ -166,11 +175,13 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
     for (uint k = simd; k <= K; k += simds) {
         const bool own = k < K;
         device const float* from = own ? hidden + (t * K + k) * F : shared + t * Fs;
-        for (uint i = lane; i < (own ? F : Fs); i += kSimd) h[k * F + i] = from[i];
+        const Rows rows = rows_of(own ? down : shared_down, own ? p.down : p.shared_down,
+                                  own ? uint(expert[t * K + k]) * D + row : row, count);
+        Ahead<1> ahead = load<1>(rows, lane);  // an expert is narrow
+        threadgroup float* in = h + k * args::spread(F);
+        for (uint i = lane; i < (own ? F : Fs); i += kSimd) in[args::spread(i)] = from[i];
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        row_shares(own ? down : shared_down, own ? p.down : p.shared_down,
-                   own ? uint(expert[t * K + k]) * D + row : row, rows, h + k * F, lane,
-                   own ? weight[t * K + k] : sigmoid(shared_gate[t]), total);
+        add_shares(rows, ahead, in, lane, own ? weight[t * K + k] : sigmoid(shared_gate[t]), total);
     }
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) {
@@ -178,7 +189,7 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
         if (lane == r) sums[simd][r] = sum;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index >= rows) return;
+    if (thread_index >= count) return;
     float sum = 0;
     for (ushort i = 0; i < simds; ++i) sum += sums[i][thread_index];
     x[t * D + row + thread_index] += sum;

@@ -1,7 +1,7 @@
 // What kernels do to a row before they multiply it, and the functions that several of them share.
 #pragma once
 
-#include <metal_stdlib>
+#include "quant.h"
 
 namespace lily {
 
@@ -21,8 +21,8 @@ METAL_FUNC float group_sum(float value, threadgroup float* partial, ushort simd,
     return sum;
 }
 
-// h = x / rms(x) * weight, a row of n values, into threadgroup memory, by a whole threadgroup. Ends with a
-// barrier.
+// h = x / rms(x) * weight, a row of n values, spread in threadgroup memory, by a whole threadgroup. Ends with
+// a barrier.
 METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon,
                          threadgroup float* h, threadgroup float* partial, uint thread_index, uint threads,
                          ushort simd, ushort simds, ushort lane) {
@@ -32,8 +32,9 @@ METAL_FUNC void norm_row(device const float* x, device const float* weight, uint
     for (uint i = n / 4 * 4 + thread_index; i < n; i += threads) squares += x[i] * x[i];
     const float scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(n) + epsilon);
     for (uint i = thread_index; i < n / 4; i += threads)
-        *(threadgroup float4*)(h + 4 * i) = x4[i] * scale * ((device const float4*)weight)[i];
-    for (uint i = n / 4 * 4 + thread_index; i < n; i += threads) h[i] = x[i] * scale * weight[i];
+        *(threadgroup float4*)(h + args::spread(4 * i)) = x4[i] * scale * ((device const float4*)weight)[i];
+    for (uint i = n / 4 * 4 + thread_index; i < n; i += threads)
+        h[args::spread(i)] = x[i] * scale * weight[i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

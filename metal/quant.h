@@ -12,6 +12,7 @@ using namespace metal;
 
 constant constexpr ushort kSimd = 32;         // lanes of a SIMD-group, on every Apple GPU
 constant constexpr ushort kRowsOfSimd = 4;    // rows of a matrix that a SIMD-group takes at a time
+constant constexpr ushort kAhead = 4;         // loads of each that a lane has under way, if wide
 constant constexpr uint kGroup = 64;          // numbers that share a scale and a bias
 
 // A matrix where it lies. scales and biases: (rows, columns / 64); unused when the matrix is plain.
@@ -44,99 +45,166 @@ METAL_FUNC float field(uint word, uint mask) {
     return as_type<float>(0x4b000000u | (word & mask)) - 8388608.0f;
 }
 
-// Adds a lane's share of kRowsOfSimd rows times x (columns) to total. The loads of kAhead words of each row
-// are under way at once, since memory answers late; what lies past the last row or word repeats it and counts
-// for nothing: a branch round a load makes the next one wait. A lane takes every 32nd word of 32 bits, so
-// that a SIMD-group reads 128 consecutive bytes of a row; sum(q x) and sum(x) of a word come first, then its
-// group's scale and bias. Fields stay where they are in their half of the word, times a power of two, which x
-// is divided by beforehand.
-template <ushort kBits, class T, ushort kAhead>
-METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, threadgroup const float* x,
-                                ushort lane, float factor, thread float* total) {
-    constexpr ushort kSlots = 32 / kBits, kOfHalf = kSlots / 2;
-    constexpr uint kMask = (1u << kBits) - 1u;
-    const uint words = columns / kSlots, groups = columns / kGroup;
-    device const uint* weight[kRowsOfSimd];
-    device const T* scales[kRowsOfSimd];
-    device const T* biases[kRowsOfSimd];
+// Up to four rows that a SIMD-group multiplies with a vector, from column `begin` to `end` of each; a row
+// past the last repeats it, and of no rows there are no columns.
+struct Rows {
+    device const uchar* weight[kRowsOfSimd];
+    device const uchar* scales[kRowsOfSimd];
+    device const uchar* biases[kRowsOfSimd];
+    uint begin, end;
+    uint bits, type;
+    METAL_FUNC bool packed() const { return bits != 0 && type != args::kF32; }
+    METAL_FUNC uint stretch_of(uint column) const { return column * bits / 64; }
+};
+
+// Of the matrix's rows `row` to `row + rows - 1`, the part-th of `parts` parts of their columns.
+METAL_FUNC Rows rows_of(Weights w, args::Matrix m, uint row, uint rows, uint part = 0, uint parts = 1) {
+    Rows out;
+    out.bits = m.bits;
+    out.type = m.type;
+    const uint groups = m.columns / kGroup, each = (groups + parts - 1) / parts * kGroup;
+    out.begin = min(part * each, m.columns);
+    out.end = rows == 0 ? out.begin : min(out.begin + each, m.columns);
+    const uint size = m.type == args::kF32 ? 4 : 2;
+    const uint bytes = m.bits == 0 ? m.columns * size : m.columns * m.bits / 8;
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) {
-        const uint at = row + min(uint(r), rows - 1);
-        weight[r] = (device const uint*)w.weight + at * words;
-        scales[r] = (device const T*)w.scales + at * groups;
-        biases[r] = (device const T*)w.biases + at * groups;
+        const uint at = rows == 0 ? 0 : row + min(uint(r), rows - 1);
+        out.weight[r] = w.weight + ulong(at) * bytes;
+        out.scales[r] = w.scales + ulong(at) * groups * size;
+        out.biases[r] = w.biases + ulong(at) * groups * size;
     }
-    for (uint begin = lane; begin < words + lane; begin += kAhead * kSimd) {
-        uint word[kAhead][kRowsOfSimd];
-        T scale[kAhead][kRowsOfSimd], bias[kAhead][kRowsOfSimd];
+    return out;
+}
+
+// What a lane has of the rows: N times 8 bytes of each, with their groups' scales and biases. All these
+// loads are under way at once, since memory answers late, and a kernel issues them before it makes the vector
+// that they are multiplied with.
+template <ushort N>
+struct Ahead {
+    uint2 words[N][kRowsOfSimd];
+    ushort scales[N][kRowsOfSimd], biases[N][kRowsOfSimd];
+};
+
+// Loads from the lane's stretch of 8 bytes on, of which it takes every 32nd, so that a SIMD-group reads 256
+// consecutive bytes of a row. What lies past the end repeats the last and counts for nothing: a branch round
+// a load makes the next one wait.
+template <ushort N>
+METAL_FUNC void load(thread const Rows& rows, uint stretch, thread Ahead<N>& ahead) {
+    if (!rows.packed() || rows.begin == rows.end) return;
+    const uint last = rows.stretch_of(rows.end) - 1, of_group = rows.stretch_of(kGroup);
 #pragma unroll
-        for (ushort a = 0; a < kAhead; ++a) {
-            const uint i = min(begin + a * kSimd, words - 1), group = i * kSlots / kGroup;
+    for (ushort a = 0; a < N; ++a) {
+        const uint i = min(stretch + a * kSimd, last), group = i / of_group;
 #pragma unroll
-            for (ushort r = 0; r < kRowsOfSimd; ++r) {
-                word[a][r] = weight[r][i];
-                scale[a][r] = scales[r][group];
-                bias[a][r] = biases[r][group];
-            }
-        }
-#pragma unroll
-        for (ushort a = 0; a < kAhead; ++a) {
-            const uint i = begin + a * kSimd;
-            float v[kSlots];
-            float sum = 0;
-#pragma unroll
-            for (ushort j = 0; j < kSlots; j += 4) {
-                float4 four = 0;
-                if (i < words) four = *(threadgroup const float4*)(x + i * kSlots + j) * factor;
-#pragma unroll
-                for (ushort c = 0; c < 4; ++c) {
-                    sum += four[c];
-                    v[j + c] = four[c] * (1.0f / float(1u << (kBits * ((j + c) % kOfHalf))));
-                }
-            }
-#pragma unroll
-            for (ushort r = 0; r < kRowsOfSimd; ++r) {
-                float dot = 0;
-#pragma unroll
-                for (ushort j = 0; j < kSlots; ++j)
-                    dot = fma(field(word[a][r] >> (j / kOfHalf * 16), kMask << (kBits * (j % kOfHalf))), v[j],
-                              dot);
-                total[r] += float(scale[a][r]) * dot + float(bias[a][r]) * sum;
-            }
+        for (ushort r = 0; r < kRowsOfSimd; ++r) {
+            ahead.words[a][r] = ((device const uint2*)rows.weight[r])[i];
+            ahead.scales[a][r] = ((device const ushort*)rows.scales[r])[group];
+            ahead.biases[a][r] = ((device const ushort*)rows.biases[r])[group];
         }
     }
 }
 
-template <ushort kBits, ushort kAhead>
-METAL_FUNC void quantised_share(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
-                                ushort lane, float factor, thread float* total) {
-    if (m.type == args::kBf16)
-        return quantised_share<kBits, bfloat, kAhead>(w, m.columns, row, rows, x, lane, factor, total);
-    if (m.type == args::kF16)
-        return quantised_share<kBits, half, kAhead>(w, m.columns, row, rows, x, lane, factor, total);
-    quantised_share<kBits, float, kAhead>(w, m.columns, row, rows, x, lane, factor, total);
+template <ushort N>
+METAL_FUNC Ahead<N> load(thread const Rows& rows, ushort lane) {
+    Ahead<N> ahead;
+    load(rows, rows.stretch_of(rows.begin) + lane, ahead);
+    return ahead;
 }
 
-// total[r] += factor * (W[row + r] . x), this lane's share, for the `rows` first of kRowsOfSimd rows.
-METAL_FUNC void row_shares(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
+template <class T>
+METAL_FUNC float value(ushort bits) {
+    return float(as_type<T>(bits));
+}
+
+// Adds what is loaded, times x, to total: sum(q x) and sum(x) of a stretch come first, then its group's scale
+// and bias. Fields stay where they are in their half of the word, times a power of two, which x is divided by
+// beforehand.
+template <ushort kBits, class T, ushort N>
+METAL_FUNC void add_stretches(thread const Ahead<N>& ahead, uint stretch, uint end,
+                              threadgroup const float* x, float factor, thread float* total) {
+    constexpr ushort kSlots = 64 / kBits, kOfHalf = 16 / kBits;
+    constexpr uint kMask = (1u << kBits) - 1u;
+#pragma unroll
+    for (ushort a = 0; a < N; ++a) {
+        const uint i = stretch + a * kSimd;
+        if (i >= end) break;
+        float v[kSlots];
+        float sum = 0;
+#pragma unroll
+        for (ushort j = 0; j < kSlots; j += 4) {
+            const float4 four = *(threadgroup const float4*)(x + args::spread(i * kSlots + j)) * factor;
+#pragma unroll
+            for (ushort c = 0; c < 4; ++c) {
+                sum += four[c];
+                v[j + c] = four[c] * (1.0f / float(1u << (kBits * ((j + c) % kOfHalf))));
+            }
+        }
+#pragma unroll
+        for (ushort r = 0; r < kRowsOfSimd; ++r) {
+            float dot = 0;
+#pragma unroll
+            for (ushort j = 0; j < kSlots; ++j) {
+                const uint word = ahead.words[a][r][j / (2 * kOfHalf)] >> (j / kOfHalf % 2 * 16);
+                dot = fma(field(word, kMask << (kBits * (j % kOfHalf))), v[j], dot);
+            }
+            total[r] += value<T>(ahead.scales[a][r]) * dot + value<T>(ahead.biases[a][r]) * sum;
+        }
+    }
+}
+
+template <ushort kBits, class T, ushort N>
+METAL_FUNC void add_packed(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x,
                            ushort lane, float factor, thread float* total) {
-    if (m.bits == 4 && m.columns <= 512)
-        return quantised_share<4, 2>(w, m, row, rows, x, lane, factor, total);
-    if (m.bits == 4) return quantised_share<4, 4>(w, m, row, rows, x, lane, factor, total);
-    if (m.bits == 8) return quantised_share<8, 4>(w, m, row, rows, x, lane, factor, total);
-    for (uint k = lane; k < m.columns; k += kSimd)
-        for (ushort r = 0; r < kRowsOfSimd; ++r)
-            if (r < rows) total[r] += number(w.weight, m.type, (row + r) * m.columns + k) * x[k] * factor;
+    const uint end = rows.stretch_of(rows.end);
+    for (uint i = rows.stretch_of(rows.begin);;) {
+        add_stretches<kBits, T, N>(ahead, i + lane, end, x, factor, total);
+        i += N * kSimd;
+        if (i >= end) return;
+        load(rows, i + lane, ahead);
+    }
 }
 
-// y[r] = W[row + r] . x for the `rows` first of kRowsOfSimd rows; every lane gets every sum.
-METAL_FUNC void row_dots(Weights w, args::Matrix m, uint row, uint rows, threadgroup const float* x,
-                         ushort lane, thread float* y) {
+// The same of rows that are kept in another way, number by number.
+METAL_FUNC void add_numbers(thread const Rows& rows, threadgroup const float* x, ushort lane, float factor,
+                            thread float* total) {
+    const args::Matrix row = {1, rows.end, rows.bits, rows.type};
+    for (uint k = rows.begin + lane; k < rows.end; k += kSimd)
+        for (ushort r = 0; r < kRowsOfSimd; ++r) {
+            const Weights w = {rows.weight[r], rows.scales[r], rows.biases[r]};
+            total[r] += element(w, row, 0, k) * x[args::spread(k)] * factor;
+        }
+}
+
+// total[r] += factor * (row r . x), this lane's share; ahead: what load() gave.
+template <ushort N>
+METAL_FUNC void add_shares(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x,
+                           ushort lane, float factor, thread float* total) {
+    if (rows.begin == rows.end) return;
+    if (!rows.packed()) return add_numbers(rows, x, lane, factor, total);
+    if (rows.bits == 4 && rows.type == args::kBf16)
+        return add_packed<4, bfloat, N>(rows, ahead, x, lane, factor, total);
+    if (rows.bits == 4) return add_packed<4, half, N>(rows, ahead, x, lane, factor, total);
+    if (rows.type == args::kBf16) return add_packed<8, bfloat, N>(rows, ahead, x, lane, factor, total);
+    add_packed<8, half, N>(rows, ahead, x, lane, factor, total);
+}
+
+// y[r] = row r . x; every lane gets every sum.
+template <ushort N>
+METAL_FUNC void dots(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x, ushort lane,
+                     thread float* y) {
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = 0;
-    row_shares(w, m, row, rows, x, lane, 1.0f, y);
+    add_shares(rows, ahead, x, lane, 1.0f, y);
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = simd_sum(y[r]);
+}
+
+// Leaves a SIMD-group's sums where others of its threadgroup find them.
+METAL_FUNC void leave(thread const float* y, ushort lane, threadgroup float* sums) {
+#pragma unroll
+    for (ushort r = 0; r < kRowsOfSimd; ++r)
+        if (lane == r) sums[r] = y[r];
 }
 
 }  // namespace lily

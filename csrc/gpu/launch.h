@@ -66,6 +66,11 @@ inline uint32_t blocks_of(const args::Matrix& m) {
     return ceil_div(m.rows, kRowsOfSimd);
 }
 
+// Of a vector of so many floats that rows are multiplied with, in threadgroup memory.
+inline uint32_t spread_bytes(uint32_t floats) {
+    return args::spread(floats) * static_cast<uint32_t>(sizeof(float));
+}
+
 inline uint32_t groups_for(uint32_t blocks) {
     return ceil_div(blocks, kSimds);
 }

@@ -35,7 +35,9 @@ void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
                            matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
     if (tiled(batch)) return moe_route_tiles(layer, p, T);
     const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
-    run(recorder_, {.kernel = "moe_route", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+    run(recorder_,
+        {.kernel = "moe_route", .groups = {groups_for(2 * blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
+        p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
             .read(here(layer).post_norm)
@@ -58,7 +60,10 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     const int64_t rows = most_experts(T) * c_.expert_width;
     const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
     run(recorder_,
-        {.kernel = "moe_up", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D, 4 * p.experts}}, p,
+        {.kernel = "moe_up",
+         .groups = {groups_for(2 * blocks), T, 1},
+         .threadgroup = {spread_bytes(D), 4 * p.experts}},
+        p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
             .read(a_.router.data, bytes_of_rows(a_.router, T))
@@ -76,8 +81,8 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
                           static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
     const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
-    run(recorder_, {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {4 * inputs}},
-        p,
+    run(recorder_,
+        {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {spread_bytes(inputs)}}, p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))

@@ -52,7 +52,8 @@ float* GpuOps::scratch(int64_t floats) {
 // Kernels load words, and files place them at any byte: what is not aligned is copied, and so is everything
 // for a GPU with memory of its own.
 Tensor GpuOps::upload(const Tensor& tensor) {
-    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes_of(tensor.dtype) == 0;
+    const size_t load = tensor.dtype == DType::u32 ? 8 : bytes_of(tensor.dtype);  // packed: metal/quant.h
+    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % load == 0;
     if (!tensor || (aligned && device_->reads_host_memory())) return tensor;
     owned_.push_back(device_->allocate(tensor.bytes()));
     device_->write(owned_.back().get(), tensor.data, tensor.bytes());
@@ -185,9 +186,9 @@ void GpuOps::embed(const Linear&, const Batch& batch) {
 void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
     const auto D = static_cast<uint32_t>(c_.hidden);
-    const auto T = static_cast<uint32_t>(rows), blocks = groups_for(blocks_of(p.matrix[0]));
-    static_assert(kSimds * kRowsOfSimd == args::kLogitBlock);
-    run(recorder_, {.kernel = "head", .groups = {blocks, T, 1}, .threadgroup = {4 * D}}, p,
+    const auto T = static_cast<uint32_t>(rows), blocks = ceil_div(p.matrix[0].rows, args::kLogitBlock);
+    run(recorder_, {.kernel = "head", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
+        p,
         Buffers()
             .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
             .read(norm_)
@@ -207,7 +208,8 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
                               static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
-    run(recorder_, {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+    run(recorder_,
+        {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
             .read(here(layer).input_norm)
@@ -239,8 +241,8 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     }
     run(recorder_,
         {.kernel = "gdn_out",
-         .groups = {groups_for(blocks_of(p.out)), T, 1},
-         .threadgroup = {4 * p.out.columns}},
+         .groups = {groups_for(2 * blocks_of(p.out)), T, 1},
+         .threadgroup = {spread_bytes(p.out.columns)}},
         p,
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
@@ -258,7 +260,8 @@ void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
-    run(recorder_, {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {4 * D}}, p,
+    run(recorder_,
+        {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
         Buffers()
             .read(a_.x.data, bytes_of_rows(a_.x, T))
             .read(here(layer).input_norm)
@@ -279,8 +282,8 @@ void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
                         true);
     run(recorder_,
         {.kernel = "attn_out",
-         .groups = {groups_for(blocks_of(p.out)), T, 1},
-         .threadgroup = {4 * p.out.columns}},
+         .groups = {groups_for(2 * blocks_of(p.out)), T, 1},
+         .threadgroup = {spread_bytes(p.out.columns)}},
         p,
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))

@@ -28,6 +28,7 @@ UNROLL = ["-mllvm", "-unroll-threshold=2000"]
 _ALLOCATION = re.compile(
     r"call [^@\n]*@msl_threadgroup_memory\(i64 noundef (\d+), i32 noundef (\d+), i32 noundef (\d+)\)[^\n]*"
 )
+THREADS = 512  # that an SM is to hold at least: 128 registers each
 # What was inlined everywhere and is still written out: nothing calls it.
 _FUNCTION = re.compile(r"^\.func [^{;]*(?:;\n|\{.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _DYNAMIC = re.compile(r"call [^@\n]*@msl_dynamic_memory\(\)[^\n]*")
@@ -70,9 +71,23 @@ def compile(
                 made,
             ]
         )
-        made.write_text(_FUNCTION.sub("", made.read_text()))
+        made.write_text(_bounded(_FUNCTION.sub("", made.read_text()), translations))
         made.replace(output)
     return output
+
+
+def _bounded(ptx: str, translations: Iterable[clang.Translation]) -> str:
+    """Say how large a kernel's threadgroups get, and that so many are to fit an SM as make 512 threads.
+
+    Of a kernel that doesn't say it, the compiler takes any number of registers, and then one threadgroup fits.
+    """
+    for translation in translations:
+        for instance in translation.kernels.instances:
+            function = translation.kernels.functions[instance.function]
+            if most := function.attributes.get("max_total_threads_per_threadgroup"):
+                bounds = f".maxntid {most}, 1, 1\n.minnctapersm {max(1, THREADS // int(most))}\n"
+                ptx = re.sub(rf"(\.entry {instance.name}\([^)]*\)[^\n]*\n)", rf"\g<1>{bounds}", ptx)
+    return ptx
 
 
 def _module(translation: clang.Translation, folder: Path) -> Path:
