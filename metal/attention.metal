@@ -161,6 +161,24 @@ template <typename KV, ushort N>
     }
 }
 
+// attn_mix where that is a dispatch of its own: norms and turns the queries, in their place, which decode
+// otherwise does in the next one's prologue. A SIMD-group takes a head of a row; the grid is (H, rows).
+template <ushort N>
+[[kernel]] void attn_mix_turn(constant args::Attention& p  [[buffer(0)]],
+                              device float* qg             [[buffer(1)]],  // (rows, H, 2, Dh)
+                              device const float* q_norm   [[buffer(2)]],  // (Dh)
+                              device const float2* turns   [[buffer(3)]],  // (rows, R / 2)
+                              uint2 group                  [[threadgroup_position_in_grid]],
+                              ushort lane                  [[thread_index_in_simdgroup]]) {
+    const uint Dh = p.head_dim, row = group.y;
+    device float* q = qg + (row * p.heads + group.x) * 2 * Dh;
+    float x[N];
+    normed<N>(q, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+    simdgroup_barrier(mem_flags::mem_device);  // a turned number needs its partner as it was
+    for (ushort i = 0; i < N; ++i)
+        if (lane * N + i < Dh) q[lane * N + i] = x[i];
+}
+
 // attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one
 // key/value head, each load of a key and a value serving all of them. The prologue norms and turns the
 // queries. Where the dispatch appends, the threadgroups of the last span make the row's own key as well
@@ -203,8 +221,13 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     device const Page* pages = tables + sequence * p.pages;
 
     for (ushort h = simd; h < heads; h += kSimds) {
+        device const float* query = qg + (first_head + h) * 2 * Dh;
         float x[N];
-        normed<N>(qg + (first_head + h) * 2 * Dh, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+        if (p.turned) {
+            load<false, N>(query, Dh, lane, x);
+        } else {
+            normed<N>(query, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+        }
         for (ushort i = 0; i < N; ++i) queries[h * kWidth + lane * N + i] = x[i] * precise::rsqrt(float(Dh));
     }
     if (appends && simd == kSimds - 1) {
@@ -472,6 +495,13 @@ template <ushort Dh>
 #define instantiate_attn_mix_place(name, KV, n)                         \
     template [[host_name("attn_mix_place_" #name "_" #n)]] [[kernel]] \
     decltype(attn_mix_place<KV, n>) attn_mix_place<KV, n>;
+#define instantiate_attn_mix_turn(n) \
+    template [[host_name("attn_mix_turn_" #n)]] [[kernel]] decltype(attn_mix_turn<n>) attn_mix_turn<n>;
+instantiate_attn_mix_turn(1)
+instantiate_attn_mix_turn(2)
+instantiate_attn_mix_turn(4)
+instantiate_attn_mix_turn(8)
+
 #define instantiate_attn_mix_split(name, KV, n, heads, wide)                                     \
     template [[host_name("attn_mix_split_" #name "_" #n "_" #heads "_" #wide)]] [[kernel]]       \
     decltype(attn_mix_split<KV, n, heads, wide>) attn_mix_split<KV, n, heads, wide>;

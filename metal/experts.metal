@@ -42,9 +42,9 @@ struct StorePart {
 
 }  // namespace
 
-// Chooses each token's experts, and rounds its row for the products. A threadgroup takes a token: one
+// Chooses each token's experts, and rounds its row for products in tiles. A threadgroup takes a token: one
 // SIMD-group chooses while the others, and then all, round.
-[[kernel]] void moe_up_choose(constant args::MoeUp& p     [[buffer(0)]],
+[[kernel]] void moe_up_choose(constant args::MoeChoose& p [[buffer(0)]],
                               device const float* h       [[buffer(1)]],  // (T, D)
                               device const float* router  [[buffer(2)]],  // (T, E)
                               device int* expert_out      [[buffer(3)]],  // (T, K)
@@ -58,7 +58,7 @@ struct StorePart {
                               ushort lane                 [[thread_index_in_simdgroup]]) {
     threadgroup uint expert[kMaxChosen];
     threadgroup float weight[kMaxChosen];
-    const uint D = p.gate.columns, E = p.experts, K = p.experts_per_token, threads = uint(simds) * kSimd;
+    const uint D = p.width, E = p.experts, K = p.experts_per_token, threads = uint(simds) * kSimd;
     for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simd == 0) choose(logits, E, K, lane, expert, weight);
@@ -250,8 +250,9 @@ template <class B>
 
 // x += sum over k of weight_k part_k + sigmoid(shared_gate) shared. The experts are added best first,
 // whatever order they were worked off in. A thread takes one number; the grid is (blocks of a row, rows).
+template <class T>
 [[kernel]] void moe_down_combine(constant args::MoeCombine& p     [[buffer(0)]],
-                                 device const bfloat* part        [[buffer(1)]],  // (T, K, D)
+                                 device const T* part             [[buffer(1)]],  // (T, K, D)
                                  device const float* weight       [[buffer(2)]],  // (T, K)
                                  device const float* shared       [[buffer(3)]],  // (T, D)
                                  device const float* shared_gate  [[buffer(4)]],  // (T)
@@ -265,6 +266,11 @@ template <class B>
     for (uint k = 0; k < K; ++k) sum = fma(weight[t * K + k], float(part[(t * K + k) * D + i]), sum);
     x[t * D + i] += fma(sigmoid(shared_gate[t]), shared[t * D + i], sum);
 }
+
+template [[host_name("moe_down_combine_bf16")]] [[kernel]] decltype(moe_down_combine<bfloat>)
+    moe_down_combine<bfloat>;
+template [[host_name("moe_down_combine_f32")]] [[kernel]] decltype(moe_down_combine<float>)
+    moe_down_combine<float>;
 
 #define instantiate_tiles(rows)                                                                          \
     template [[host_name("moe_up_tiles_" #rows)]] [[kernel]] decltype(moe_up_tiles<Block##rows>)     \

@@ -11,16 +11,17 @@ namespace {
 
 constant constexpr ushort kMaxSimds = 32;
 
-// Writes outputs of the block-th four rows of one matrix.
-METAL_FUNC void write_rows(Weights w, args::Matrix m, uint block, threadgroup const float* h, ushort lane,
-                           device float* out) {
+// Writes, or adds, outputs of the block-th four rows of one matrix, of which `first` is row 0.
+METAL_FUNC void write_rows(Weights w, args::Matrix m, uint first, uint block, threadgroup const float* h,
+                           ushort lane, device float* out, bool add) {
     const uint row = block * kRowsOfSimd;
+    if (row >= m.rows) return;
     const uint rows = min(uint(kRowsOfSimd), m.rows - row);
     float y[kRowsOfSimd];
-    row_dots(w, m, row, rows, h, lane, y);
+    row_dots(w, m, first + row, rows, h, lane, y);
 #pragma unroll
     for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) out[row + r] = y[r];
+        if (lane == r && r < rows) out[row + r] = add ? out[row + r] + y[r] : y[r];
 }
 
 METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
@@ -46,7 +47,7 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
         }
         end += blocks;
     }
-    if (block < end) write_rows(weights, m, block - first, h, lane, to + t * m.rows);
+    if (block < end) write_rows(weights, m, 0, block - first, h, lane, to + t * m.rows, false);
 }
 
 }  // namespace
@@ -79,7 +80,8 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                        ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.matrix[0].columns;
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+             simds, lane);
 
     const uint block = group.x * simds + simd;
     const Weights w[4] = {{qkv_weight, qkv_scales, qkv_biases},
@@ -114,7 +116,8 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
                         ushort lane                         [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.matrix[0].columns;
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+             simds, lane);
 
     const uint block = group.x * simds + simd;
     const Weights w[3] = {
@@ -143,7 +146,7 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
     threadgroup atomic_uint largest[1];
     const args::Matrix m = p.matrix[0];
     if (thread_index == 0) atomic_store_explicit(largest, 0, memory_order_relaxed);
-    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
+    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, p.normed, h, partial, thread_index,
              uint(simds) * kSimd, simd, simds, lane);
     const Weights w = {weight, scales, biases};
     const uint row = (group.x * simds + simd) * kRowsOfSimd;
@@ -158,6 +161,7 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
             key = key_of_finite(y[r]);
         }
     }
+    if (!p.best) return;
     key = simd_max(key);
     if (lane == 0) atomic_fetch_max_explicit(largest, key, memory_order_relaxed);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -192,40 +196,48 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const Weights w = {weight, scales, biases};
-    const uint row = (group.x * simds + simd) * kRowsOfSimd;
-    if (row >= p.out.rows) return;
-    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
-    float sums[kRowsOfSimd];
-    row_dots(w, p.out, row, rows, h, lane, sums);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+    write_rows(w, p.out, 0, group.x * simds + simd, h, lane, x + t * p.out.rows, true);
 }
 
-// attn_out: x += W y.
-[[kernel]] void attn_out(constant args::MixOut& p          [[buffer(0)]],
-                         device const float* y             [[buffer(1)]],  // (T, y_stride), H Dh of them used
-                         device const uchar* weight        [[buffer(2)]],  // (D, H Dh) as stored
-                         device const uchar* scales        [[buffer(3)]],
-                         device const uchar* biases        [[buffer(4)]],
-                         device float* x                   [[buffer(5)]],  // (T, D)
-                         threadgroup float* h              [[threadgroup(0)]],  // (H Dh)
-                         uint2 group                       [[threadgroup_position_in_grid]],
-                         uint thread_index                 [[thread_index_in_threadgroup]],
-                         ushort simd                       [[simdgroup_index_in_threadgroup]],
-                         ushort simds                      [[simdgroups_per_threadgroup]],
-                         ushort lane                       [[thread_index_in_simdgroup]]) {
-    const uint t = group.y;
-    for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd) h[i] = y[t * p.y_stride + i];
+// attn_out: x += W y. And what is left of the other steps where what comes before a product is a dispatch of
+// its own: y = W x.
+[[kernel]] void matvec(constant args::Matmul& p    [[buffer(0)]],
+                       device const float* x       [[buffer(1)]],  // (T, x_stride), K of them used
+                       device const uchar* weight  [[buffer(2)]],  // (N, K) as stored
+                       device const uchar* scales  [[buffer(3)]],
+                       device const uchar* biases  [[buffer(4)]],
+                       device float* y             [[buffer(5)]],  // (T, N)
+                       threadgroup float* h        [[threadgroup(0)]],  // (K)
+                       uint2 group                 [[threadgroup_position_in_grid]],
+                       uint thread_index           [[thread_index_in_threadgroup]],
+                       ushort simd                 [[simdgroup_index_in_threadgroup]],
+                       ushort simds                [[simdgroups_per_threadgroup]],
+                       ushort lane                 [[thread_index_in_simdgroup]]) {
+    const uint t = group.y, N = p.matrix.rows, K = p.matrix.columns;
+    for (uint i = thread_index; i < K; i += uint(simds) * kSimd) h[i] = x[t * p.x_stride + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
     const Weights w = {weight, scales, biases};
-    const uint row = (group.x * simds + simd) * kRowsOfSimd;
-    if (row >= p.out.rows) return;
-    const uint rows = min(uint(kRowsOfSimd), p.out.rows - row);
-    float sums[kRowsOfSimd];
-    row_dots(w, p.out, row, rows, h, lane, sums);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r)
-        if (lane == r && r < rows) x[t * p.out.rows + row + r] += sums[r];
+    write_rows(w, p.matrix, 0, group.x * simds + simd, h, lane, y + t * N, p.add);
+}
+
+// y = W_e x for each of a token's experts e. The grid is (blocks of outputs, T K).
+[[kernel]] void matvec_experts(constant args::MatvecExperts& p  [[buffer(0)]],
+                               device const float* x            [[buffer(1)]],  // (T or T K, columns)
+                               device const int* expert         [[buffer(2)]],  // (T, K)
+                               device const uchar* weight       [[buffer(3)]],  // (E N, columns) as stored
+                               device const uchar* scales       [[buffer(4)]],
+                               device const uchar* biases       [[buffer(5)]],
+                               device float* y                  [[buffer(6)]],  // (T K, N)
+                               threadgroup float* h             [[threadgroup(0)]],  // (columns)
+                               uint2 group                      [[threadgroup_position_in_grid]],
+                               uint thread_index                [[thread_index_in_threadgroup]],
+                               ushort simd                      [[simdgroup_index_in_threadgroup]],
+                               ushort simds                     [[simdgroups_per_threadgroup]],
+                               ushort lane                      [[thread_index_in_simdgroup]]) {
+    const uint N = p.matrix.rows, columns = p.matrix.columns;
+    const uint row = p.shared ? group.y / p.experts_per_token : group.y;
+    for (uint i = thread_index; i < columns; i += uint(simds) * kSimd) h[i] = x[row * columns + i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const Weights w = {weight, scales, biases};
+    write_rows(w, p.matrix, uint(expert[group.y]) * N, group.x * simds + simd, h, lane, y + group.y * N, false);
 }

@@ -61,8 +61,8 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
                           ushort lane                       [[thread_index_in_simdgroup]]) {
     threadgroup float partial[kMaxSimds];
     const uint t = group.y, D = p.router.columns, threads = uint(simds) * kSimd;
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, threads, simd, simds, lane);
-    if (group.x == 0)
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, threads, simd, simds, lane);
+    if (group.x == 0 && !p.normed)
         for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[i];
 
     const uint E = p.router.rows, Fs = p.shared_gate.rows;
@@ -114,11 +114,15 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
     const uint t = group.y, D = p.gate.columns, F = p.gate.rows, E = p.experts, K = p.experts_per_token;
     const uint threads = uint(simds) * kSimd;
     for (uint i = thread_index; i < D; i += threads) h[i] = h_in[t * D + i];
-    for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
+    if (p.chosen) {
+        if (thread_index < K) expert[thread_index] = uint(expert_out[t * K + thread_index]);
+    } else {
+        for (uint e = thread_index; e < E; e += threads) logits[e] = router[t * E + e];
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (simd == 0) choose(logits, E, K, lane, expert, weight);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simd == 0) choose(logits, E, K, lane, expert, weight);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (group.x == 0 && thread_index < K) {
+    if (group.x == 0 && thread_index < K && !p.chosen) {
         expert_out[t * K + thread_index] = int(expert[thread_index]);
         weight_out[t * K + thread_index] = weight[thread_index];
     }
@@ -182,4 +186,12 @@ METAL_FUNC void write_swiglu(Weights gate, args::Matrix gate_shape, Weights up, 
     float sum = 0;
     for (ushort i = 0; i < simds; ++i) sum += sums[i][thread_index];
     x[t * D + row + thread_index] += sum;
+}
+
+// gate = silu(gate) up, where the two products were dispatches of their own. A thread takes one number.
+[[kernel]] void swiglu(constant uint& count    [[buffer(0)]],
+                       device const float* up  [[buffer(1)]],  // (count)
+                       device float* gate      [[buffer(2)]],  // (count)
+                       uint i                  [[thread_position_in_grid]]) {
+    if (i < count) gate[i] = silu(gate[i]) * up[i];
 }

@@ -141,6 +141,18 @@ def barriers_of_a_step(session, state):
     return _core.record_decode(folder, state.length, options)[-1].stage
 
 
+def every_barrier_is_missed(session, base, take_in, count):
+    """Leave out each of a pass's barriers in turn: every time, two dispatches touch the same bytes."""
+    for number in range(count):
+        state = session.fork(base)
+        session._finish()
+        session._drop_barrier(number)
+        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
+            take_in(state)
+        session._drop_barrier(-1)
+        session._finish()
+
+
 def test_every_barrier_is_missed():
     """Without any one barrier of a decode step, two dispatches touch the same bytes side by side."""
     session = make_session("tiny", instrumented=True)
@@ -148,14 +160,9 @@ def test_every_barrier_is_missed():
     session.extend(base, PROMPT[:2])
     count = barriers_of_a_step(session, base)
     assert count > 20
-    for number in range(count):
-        state = session.fork(base)
-        session._finish()
-        session._drop_barrier(number)
-        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
-            session.step(state, 5, GREEDY, _core.History())
-        session._drop_barrier(-1)
-        session._finish()
+    every_barrier_is_missed(
+        session, base, lambda state: session.step(state, 5, GREEDY, _core.History()), count
+    )
 
 
 PREFILL = {"matmul_rows": "9", "flash_from": "32", "gdn_scan_from": "32"}  # the defaults
@@ -176,14 +183,7 @@ def test_every_barrier_of_a_prompts_chunk_is_missed():
     assert {"moe_sort", "moe_up_tiles", "moe_down_tiles", "attn_mix_flash", "gdn_mix_chunks"} <= kernels_of
     count = seen[-1].stage - seen[0].stage
     assert count > 50
-    for number in range(count):
-        state = session.fork(base)
-        session._finish()
-        session._drop_barrier(number)
-        with pytest.raises(errors.DeviceError, match="and there is no barrier between them"):
-            session.extend(state, chunk)
-        session._drop_barrier(-1)
-        session._finish()
+    every_barrier_is_missed(session, base, lambda state: session.extend(state, chunk), count)
 
 
 # Recorded dry, at the 35B's shape.

@@ -32,6 +32,7 @@ struct Binding {
 
 struct Dispatch {
     std::string kernel;
+    std::string op;                         // of ops.h, to which it belongs
     uint32_t groups[3] = {1, 1, 1};         // threadgroups; with `indirect`, the most that there can be
     uint32_t threads = 32;                  // of a threadgroup, in one dimension
     std::span<const std::byte> args;        // buffer 0

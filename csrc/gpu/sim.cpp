@@ -166,6 +166,7 @@ class Simulator final : public Device {
     // dispatch, are left out.
     void record(const Dispatch& d, const std::vector<metal::Binding>& bindings, const metal::Result& result) {
         RecordedDispatch made{.kernel = d.kernel,
+                              .op = d.op,
                               .stage = barriers_,
                               .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
                               .threads = d.threads,
