@@ -35,6 +35,7 @@ namespace lily {
     X(bool,         fused_argmax,  true,    "GPU decode: the head notes the best of each 32 logits, which a draw begins with.")   \
     X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
+    X(std::string,  tiles,         "auto",  "GPU prefill: what multiplies tiles: tensor (Metal 4's tensor operations), simdgroup (simdgroup_matrix), or auto, the first if the GPU has it.") \
     X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
     X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
 // clang-format on

@@ -239,5 +239,6 @@ METAL_FUNC void write_one_of(thread const Weights* w, constant args::Matrix* sha
     for (uint i = thread_index; i < columns; i += uint(simds) * kSimd) h[i] = x[row * columns + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const Weights w = {weight, scales, biases};
-    write_rows(w, p.matrix, uint(expert[group.y]) * N, group.x * simds + simd, h, lane, y + group.y * N, false);
+    const uint first = uint(expert[group.y]) * N;
+    write_rows(w, p.matrix, first, group.x * simds + simd, h, lane, y + group.y * N, false);
 }

@@ -179,8 +179,8 @@ def test_every_barrier_of_a_prompts_chunk_is_missed():
     session._recorded()
     session.extend(session.fork(base), chunk)
     seen = session._recorded()
-    kernels_of = {d.kernel.rpartition("_")[0] for d in seen}
-    assert {"moe_sort", "moe_up_tiles", "moe_down_tiles", "attn_mix_flash", "gdn_mix_chunks"} <= kernels_of
+    for family in ("moe_sort", "moe_up_tiles", "moe_down_tiles", "attn_mix_flash", "gdn_mix_chunks"):
+        assert any(d.kernel.startswith(family) for d in seen), family
     count = seen[-1].stage - seen[0].stage
     assert count > 50
     every_barrier_is_missed(session, base, lambda state: session.extend(state, chunk), count)

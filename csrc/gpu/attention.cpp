@@ -10,8 +10,8 @@ namespace {
 
 constexpr uint32_t kHeadsOfLoad = 4;   // query heads that share a load of keys and values
 constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose spans' results fit at a time
-constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/attention.metal
-constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/attention.metal
+constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/flash.metal
+constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/flash.metal
 
 }  // namespace
 
@@ -229,7 +229,7 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
     const int64_t end = (s.position + s.length + kBlock - 1) / kBlock * kBlock;  // with what place() cleared
     reach_pages(reached, layer.index, s, 0, end, false);
     run(recorder_,
-        {.kernel = format("attn_mix_flash_%d", c_.head_dim),
+        {.kernel = format("attn_mix_flash_%d%s", c_.head_dim, tile_kernels_),
          .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
          .threads = 4 * kSimd,
          .reached = reached},

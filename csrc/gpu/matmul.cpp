@@ -87,7 +87,7 @@ void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y,
     const args::Matmul p{matrix(w), T, x.stride, add};
     const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
-        {.kernel = format("matmul_%s_%u", x.type == DType::bf16 ? "bf16" : "f32", rows),
+        {.kernel = format("matmul_%s_%u%s", x.type == DType::bf16 ? "bf16" : "f32", rows, tile_kernels_),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         p,

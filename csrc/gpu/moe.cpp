@@ -262,7 +262,7 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
     const Linear gate = expanded(w.shared_gate, 0), up = expanded(w.shared_up, 1);
     const uint32_t rows = block_rows(T);
     run(recorder_,
-        {.kernel = format("matmul_swiglu_%u", rows),
+        {.kernel = format("matmul_swiglu_%u%s", rows, tile_kernels_),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         args::MatmulSwiglu{matrix(gate), matrix(up), T},
@@ -283,7 +283,7 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
     tiles.gate = matrix(gate, c_.expert_width);
     tiles.up = matrix(up, c_.expert_width);
     run(recorder_,
-        {.kernel = format("moe_up_tiles_%u", expert_rows_),
+        {.kernel = format("moe_up_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_},
@@ -306,7 +306,7 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     tiles.down = matrix(down, c_.hidden);
     const size_t part = size_t{T} * K * D * sizeof(uint16_t);
     run(recorder_,
-        {.kernel = format("moe_down_tiles_%u", expert_rows_),
+        {.kernel = format("moe_down_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_ + 3},

@@ -18,7 +18,13 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
+      tile_kernels_(options.tiles != "simdgroup" && device_->tensor_operations() ? kTensorKernels : ""),
       recorder_(*device_, options.concurrent) {
+    LILY_CHECK(
+        DeviceError, options.tiles != "tensor" || device_->tensor_operations(),
+        "option tiles: wanted tensor operations, which %s, or its library of kernels, does not have. Use "
+        "tiles=\"auto\".",
+        device_->name().c_str());
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
