@@ -10,6 +10,7 @@ from lily import _core, errors, reference
 from support import CHECKPOINTS, ROW_BY_ROW, compare, kernels
 
 GREEDY = _core.Sampling(temperature=0)
+PREFILL = {"matmul_rows": "9", "flash_from": "32", "gdn_scan_from": "32"}  # the defaults
 PROMPT = np.random.default_rng(2).integers(0, 640, 21).astype(np.int32)
 
 
@@ -33,10 +34,15 @@ def greedy(session, prompt, count):
     return tokens
 
 
-def test_the_demo_tells_the_same_story():
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(12, ROW_BY_ROW), pytest.param(100, PREFILL, marks=pytest.mark.long)],
+    ids=["row by row", "prompt in tiles"],
+)
+def test_the_demo_tells_the_same_story(rows, options):
     weights = _core.Weights(str(CHECKPOINTS["demo"]))
-    prompt = np.arange(300, 312, dtype=np.int32)
-    told = greedy(make_session("demo"), prompt, 64)
+    prompt = np.arange(300, 300 + rows, dtype=np.int32)
+    told = greedy(make_session("demo", **options), prompt, 64)
     assert told == greedy(_core.Session(weights, {}), prompt, 64)
     assert len(set(told)) > 16
 
@@ -163,9 +169,6 @@ def test_every_barrier_is_missed():
     every_barrier_is_missed(
         session, base, lambda state: session.step(state, 5, GREEDY, _core.History()), count
     )
-
-
-PREFILL = {"matmul_rows": "9", "flash_from": "32", "gdn_scan_from": "32"}  # the defaults
 
 
 @pytest.mark.long
