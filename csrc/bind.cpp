@@ -485,6 +485,7 @@ void bind_traffic(nb::module_& m) {
         .def_ro("lines", &Traffic::lines, "Seen: lines of 128 bytes, each counted once an access.");
     nb::class_<RecordedDispatch>(m, "Dispatch", "One launch of a GPU kernel.")
         .def_ro("kernel", &RecordedDispatch::kernel)
+        .def_ro("op", &RecordedDispatch::op, "The step of the model that it belongs to.")
         .def_ro("stage", &RecordedDispatch::stage, "Barriers before it.")
         .def_ro("groups", &RecordedDispatch::groups, "Threadgroups.")
         .def_ro("threads", &RecordedDispatch::threads, "Of a threadgroup.")

@@ -27,8 +27,15 @@ namespace lily {
     X(int,          gdn_scan_from, 32,      "GPU prefill: tokens from which the delta rule is scanned; 0 is never.")                 \
     X(bool,         fused_dequantisation, true, "GPU prefill: weights become bfloat16 on their way into a product, not before it.") \
     X(bool,         gpu_routing,   true,    "GPU prefill: the device sorts a chunk's rows by expert, not the host.")         \
+    X(bool,         fused_norm,    true,    "GPU decode: products norm their row themselves; otherwise norms are dispatches before them.")  \
+    X(bool,         fused_gdn,     true,    "GPU decode: one dispatch convolves, norms, makes the gates and takes the delta rule's step.") \
+    X(bool,         fused_attention, true,  "GPU decode: attention norms and turns queries and keys itself, and appends.")    \
+    X(bool,         fused_choice,  true,    "GPU decode: experts' products choose the experts themselves.")                   \
+    X(bool,         fused_moe,     true,    "GPU decode: moe_route, moe_up and moe_down are a dispatch each, activations and sums included.") \
+    X(bool,         fused_argmax,  true,    "GPU decode: the head notes the best of each 32 logits, which a draw begins with.")   \
     X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
+    X(std::string,  tiles,         "auto",  "GPU prefill: what multiplies tiles: tensor (Metal 4's tensor operations), simdgroup (simdgroup_matrix), or auto, the first if the GPU has it.") \
     X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
     X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
 // clang-format on

@@ -23,6 +23,7 @@ struct Traffic {
 
 struct RecordedDispatch {
     std::string kernel;
+    std::string op;       // of ops.h
     int64_t stage = 0;    // dispatches of one stage run side by side; a barrier lies between two stages
     int64_t groups = 0;   // threadgroups
     int64_t threads = 0;  // of a threadgroup

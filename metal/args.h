@@ -40,11 +40,14 @@ struct Embed {
 struct NormProject {
     Matrix matrix[4];
     float epsilon;
+    uint normed;  // whether the row comes normed
+    uint best;    // head: whether it notes the best of its logits
 };
 
 struct MoeRoute {
     Matrix router, shared_expert_gate, shared_gate, shared_up;
     float epsilon;
+    uint normed;  // whether the row comes normed
 };
 
 struct MixOut {
@@ -57,6 +60,12 @@ struct MixOut {
 struct MoeUp {
     Matrix gate, up;  // of one expert
     uint experts, experts_per_token;
+    uint chosen;  // whether the experts come chosen
+};
+
+struct MoeChoose {
+    uint experts, experts_per_token;
+    uint width;  // of the row that is rounded; 0: none is
 };
 
 struct MoeDown {
@@ -72,7 +81,7 @@ struct NormRows {
     float epsilon;
 };
 
-// Many rows at a time, for prompts: the product of x with a matrix, and with two that SwiGLU joins.
+// Rows of x times a matrix, one at a time or, for prompts, many; and with two matrices that SwiGLU joins.
 struct Matmul {
     Matrix matrix;
     uint tokens;
@@ -83,6 +92,13 @@ struct Matmul {
 struct MatmulSwiglu {
     Matrix gate, up;
     uint tokens;
+};
+
+// A row for each of a token's experts, times the expert's matrix.
+struct MatvecExperts {
+    Matrix matrix;  // of one expert
+    uint experts_per_token;
+    uint shared;  // whether a token's experts take the same row of x
 };
 
 // A prompt's assignments, K experts a token, sorted by expert: assignment t K + k is token t's k-th expert.
@@ -121,6 +137,7 @@ struct GdnMix {
     uint layer;  // among the Gated DeltaNet layers
     uint state;  // floats of a layer's states
     uint lead;   // rows of the first block of the position grid that come before this sequence's first token
+    uint rows;   // that are prepared: of the grid's blocks, or the tokens'
     uint y_stride;
 };
 
@@ -134,6 +151,7 @@ struct Attention {
     uint layer;       // among the attention layers
     uint plane;       // numbers of one layer's keys, or values, in a page
     uint pages;       // of a sequence's table
+    uint turned;      // whether the queries come normed and turned
     uint spans;       // results kept for each row and head
     uint fixed_from;  // positions from which spans no longer grow; 0: never
     uint y_stride;

@@ -1,126 +1,16 @@
-// Attention between its projections: q and k norms, RoPE and the append; attention over spans of
-// positions, and their merge; attention of many rows at once in matrix tiles; the gate. Keys and values
-// lie in pages of 256 positions, (G, 256, Dh) each, of which a table has the addresses. Every sum runs
-// over a grid of positions that starts at 0 and does not depend on the other rows of a dispatch, so a
-// row's bits do not either.
+// Attention between its projections, row by row: q and k norms, RoPE and the append; attention over spans of
+// positions, and their merge; the gate. Keys and values lie in pages of 256 positions, (G, 256, Dh) each, of
+// which a table has the addresses. Every sum runs over a grid of positions that starts at 0 and does not
+// depend on the other rows of a dispatch, so a row's bits do not either.
+#include "attention.h"
 #include "norm.h"
-#include "quant.h"
-#include "tile.h"
 
 using namespace lily;
 
 namespace {
 
-constant constexpr uint kPage = 256;     // positions of a page
-constant constexpr ushort kSimds = 4;    // SIMD-groups that share a span, or a block of rows
-constant constexpr ushort kKeys = 4;     // consecutive positions that a SIMD-group takes at a time
-constant constexpr ushort kRows = 32;    // rows times heads of a tile of queries
-constant constexpr ushort kBlock = 64;   // positions of a tile of keys: as csrc/gpu/attention.cpp clears them
-
-struct Page {
-    device uchar* data;
-};
-
-// How keys and values are kept: as numbers, or, in int8, as multiples of a row's scale. The scales of a
-// head's 256 rows follow them, so a row's lies 4 (position % kPage) bytes behind the last row's end.
-template <typename KV>
-struct Kept {
-    enum { kScaled = 0, kNumbersOfScale = 0 };
-};
-template <>
-struct Kept<char> {
-    enum { kScaled = 1, kNumbersOfScale = 4 };
-};
-
-// A head's key at a position. Those of later positions of the page follow it; its value lies p.plane
-// numbers further.
-template <typename KV>
-METAL_FUNC device KV* key_at(device const Page* pages, constant args::Attention& p, uint kv_head,
-                             uint position) {
-    device KV* layer = (device KV*)pages[position / kPage].data + 2 * p.layer * p.plane;
-    return layer + kv_head * kPage * (p.head_dim + Kept<KV>::kNumbersOfScale) + position % kPage * p.head_dim;
-}
-
-// The scale of a row, key or value, at a position.
-template <typename KV>
-METAL_FUNC device float* scale_of(device KV* row, uint Dh, uint position) {
-    const uint slot = position % kPage;
-    return (device float*)(row + (kPage - slot) * Dh) + slot;
-}
-
-// A lane's numbers of a row as they are kept, as floats, and the row's scale: 1 unless it is scaled.
-template <typename KV, ushort N>
-METAL_FUNC float keep(thread float* x) {
-    if (!Kept<KV>::kScaled) {
-        for (ushort i = 0; i < N; ++i) x[i] = float(KV(x[i]));
-        return 1;
-    }
-    float most = 0;
-    for (ushort i = 0; i < N; ++i) most = max(most, abs(x[i]));
-    const float scale = simd_max(most) / 127.0f;
-    for (ushort i = 0; i < N; ++i) x[i] = scale > 0.0f ? rint(x[i] / scale) : 0.0f;
-    return scale;
-}
-
-// A head's row of q or k, normed, then turned by RoPE: dimension i with i + R / 2. A lane gets N
-// consecutive dimensions, zeros past Dh. turns: (R / 2), cosine and sine of the row's position.
-template <ushort N>
-METAL_FUNC void normed(device const float* in, device const float* norm, device const float2* turns,
-                       constant args::Attention& p, ushort lane, thread float* out) {
-    const uint Dh = p.head_dim, half_turns = p.rotary_dim / 2;
-    float squares = 0;
-    for (ushort i = 0; i < N; ++i) {
-        const uint d = lane * N + i;
-        out[i] = d < Dh ? in[d] : 0.0f;
-        squares = fma(out[i], out[i], squares);
-    }
-    const float scale = precise::rsqrt(simd_sum(squares) / float(Dh) + p.epsilon);
-    for (ushort i = 0; i < N; ++i) {
-        const uint d = lane * N + i;
-        if (d >= Dh) continue;
-        out[i] = out[i] * scale * norm[d];
-        if (d >= p.rotary_dim) continue;
-        const bool low = d < half_turns;
-        const uint other = low ? d + half_turns : d - half_turns;
-        const float2 turn = turns[min(d, other)];
-        const float partner = in[other] * scale * norm[other];
-        out[i] = fma(out[i], turn.x, low ? -(partner * turn.y) : partner * turn.y);
-    }
-}
-
-// A lane's N consecutive numbers of a row of Dh, zeros past its end: one 16-byte load if wide, which needs
-// Dh = 32 N and N = 8 numbers of 2 bytes.
-template <bool kWide, ushort N, typename T>
-METAL_FUNC void load(device const T* row, uint Dh, ushort lane, thread float* x) {
-    if (kWide) {
-        const uint4 pairs = ((device const uint4*)row)[lane];  // a bfloat is the upper half of a float
-        const float4 even = as_type<float4>(pairs << 16), odd = as_type<float4>(pairs & 0xffff0000u);
-        for (ushort i = 0; i < 4; ++i) {
-            x[2 * i] = even[i];
-            x[2 * i + 1] = odd[i];
-        }
-    } else {
-        for (ushort i = 0; i < N; ++i) x[i] = lane * N + i < Dh ? float(row[lane * N + i]) : 0.0f;
-    }
-}
-
-// An element of attn_mix_flash's result: divided by its row's sum, gated, and written if there is such a row.
-struct Finish {
-    constant args::Attention& p;
-    device const float* qg;
-    device float* mixed;
-    threadgroup const float* totals;  // of the tile's rows
-    uint first, last;                 // the tile's first row, and the last that there is
-    uint kv_head, column;             // the tile's first dimension
-
-    METAL_FUNC void operator()(ushort r, ushort c, float value) const {
-        if (first + r > last) return;
-        const uint shared = p.heads / p.kv_heads, Dh = p.head_dim, d = column + c;
-        const uint t = (first + r) / shared, head = kv_head * shared + (first + r) % shared;
-        const float gate = sigmoid(qg[((t * p.heads + head) * 2 + 1) * Dh + d]);
-        mixed[t * p.y_stride + head * Dh + d] = value / totals[r] * gate;
-    }
-};
+constant constexpr ushort kSimds = 4;  // SIMD-groups that share a span
+constant constexpr ushort kKeys = 4;   // consecutive positions that a SIMD-group takes at a time
 
 }  // namespace
 
@@ -159,6 +49,24 @@ template <typename KV, ushort N>
         out[d] = KV(key[i]);
         out[p.plane + d] = KV(value[i]);
     }
+}
+
+// attn_mix where that is a dispatch of its own: norms and turns the queries, in their place, which decode
+// otherwise does in the next one's prologue. A SIMD-group takes a head of a row; the grid is (H, rows).
+template <ushort N>
+[[kernel]] void attn_mix_turn(constant args::Attention& p  [[buffer(0)]],
+                              device float* qg             [[buffer(1)]],  // (rows, H, 2, Dh)
+                              device const float* q_norm   [[buffer(2)]],  // (Dh)
+                              device const float2* turns   [[buffer(3)]],  // (rows, R / 2)
+                              uint2 group                  [[threadgroup_position_in_grid]],
+                              ushort lane                  [[thread_index_in_simdgroup]]) {
+    const uint Dh = p.head_dim, row = group.y;
+    device float* q = qg + (row * p.heads + group.x) * 2 * Dh;
+    float x[N];
+    normed<N>(q, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+    simdgroup_barrier(mem_flags::mem_device);  // a turned number needs its partner as it was
+    for (ushort i = 0; i < N; ++i)
+        if (lane * N + i < Dh) q[lane * N + i] = x[i];
 }
 
 // attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one
@@ -203,8 +111,13 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     device const Page* pages = tables + sequence * p.pages;
 
     for (ushort h = simd; h < heads; h += kSimds) {
+        device const float* query = qg + (first_head + h) * 2 * Dh;
         float x[N];
-        normed<N>(qg + (first_head + h) * 2 * Dh, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+        if (p.turned) {
+            load<false, N>(query, Dh, lane, x);
+        } else {
+            normed<N>(query, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+        }
         for (ushort i = 0; i < N; ++i) queries[h * kWidth + lane * N + i] = x[i] * precise::rsqrt(float(Dh));
     }
     if (appends && simd == kSimds - 1) {
@@ -361,121 +274,16 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     }
 }
 
-// attn_mix of many rows of a sequence, second part: a threadgroup takes kRows query rows that share a
-// key/value head, its heads token by token, and walks the positions in blocks of kBlock from 0, with a
-// softmax that keeps a running maximum and sum. Scores and results go through tiles of bf16 with float32
-// sums: a SIMD-group makes the scores of every row with a quarter of the block's keys, then the
-// results of every row in a quarter of the dimensions, so that it alone reads those keys and values,
-// straight from their page; between the two, four threads a row turn scores into bf16 shares in
-// threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row
-// leaves it as it was. The grid is (tiles of rows, G). Threadgroup memory: 30 KB at Dh = 256, most of it
-// the queries.
-template <ushort Dh>
-[[kernel]] void attn_mix_flash(constant args::Attention& p             [[buffer(0)]],
-                               device const float* qg                  [[buffer(1)]],  // (tokens, H, 2, Dh)
-                               device const float* q_norm              [[buffer(2)]],  // (Dh)
-                               device const float2* turns              [[buffer(3)]],  // (tokens, R / 2)
-                               device const args::Sequence* sequences  [[buffer(4)]],  // (1)
-                               device const Page* pages                [[buffer(5)]],
-                               device float* mixed                     [[buffer(6)]],  // (tokens, y_stride)
-                               uint2 group                             [[threadgroup_position_in_grid]],
-                               ushort thread_index                     [[thread_index_in_threadgroup]],
-                               ushort simd                             [[simdgroup_index_in_threadgroup]],
-                               ushort lane                             [[thread_index_in_simdgroup]]) {
-    constexpr ushort N = Dh / kSimd, kThreadsOfRow = kSimds * kSimd / kRows;
-    constexpr ushort kRowTiles = kRows / kTile, kColumns = Dh / kSimds, kTiles = kColumns / kTile;
-    constexpr ushort kQueryStride = Dh + 8, kScoreStride = kBlock + 4, kShareStride = kBlock + 8;
-    static_assert(kBlock == kSimds * kTile, "a SIMD-group makes the scores of one tile of keys");
-    threadgroup bfloat queries[kRows * kQueryStride], shares[kRows * kShareStride];
-    threadgroup float scores[kRows * kScoreStride], totals[kRows], shrinks[kRowTiles * kScale];
-
-    const uint shared = p.heads / p.kv_heads, rows = p.tokens * shared, kv_head = group.y;
-    const uint first = group.x * kRows, last = min(first + kRows, rows) - 1;
-    const uint end = sequences[0].position + last / shared + 1;
-    for (ushort r = simd; r < kRows; r += kSimds) {
-        const uint t = min(first + r, last) / shared, head = kv_head * shared + min(first + r, last) % shared;
-        float x[N];
-        normed<N>(qg + (t * p.heads + head) * 2 * Dh, q_norm, turns + t * (p.rotary_dim / 2), p, lane, x);
-        for (ushort i = 0; i < N; ++i)  // so that exp2 of a score is what exp of the unscaled one would be
-            queries[r * kQueryStride + lane * N + i] = bfloat(x[i] * precise::rsqrt(float(Dh)) * M_LOG2E_F);
-    }
-    for (ushort i = thread_index; i < kRowTiles * kScale; i += kSimds * kSimd) shrinks[i] = 0;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    const ushort row = thread_index / kThreadsOfRow, part = thread_index % kThreadsOfRow;  // of the softmax
-    const uint seen = sequences[0].position + min(first + row, last) / shared + 1;
-    float top = -INFINITY, total = 0;
-    PlainSum y[kRowTiles][kTiles];
-    for (ushort r = 0; r < kRowTiles; ++r)
-        for (ushort d = 0; d < kTiles; ++d) y[r][d].clear();
-
-    for (uint begin = 0; begin < end; begin += kBlock) {
-        device bfloat* keys = key_at<bfloat>(pages, p, kv_head, begin);
-        Sum score[kRowTiles];
-        for (ushort r = 0; r < kRowTiles; ++r) score[r].clear();
-        for (ushort d = 0; d < Dh; d += kDepth) {
-            Right key;
-            key.load_transposed(keys + simd * kTile * Dh + d, Dh);
-            for (ushort r = 0; r < kRowTiles; ++r) {
-                Left query;
-                query.load(queries + r * kTile * kQueryStride + d, kQueryStride);
-                score[r].add(query, key);
-            }
-        }
-        for (ushort r = 0; r < kRowTiles; ++r)
-            score[r].store(scores + r * kTile * kScoreStride + simd * kTile, kScoreStride);
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-        float x[kBlock / kThreadsOfRow], highest = top, sum = 0;
-        for (ushort i = 0; i < kBlock / kThreadsOfRow; ++i) {
-            const ushort c = i * kThreadsOfRow + part;
-            x[i] = begin + c < seen ? scores[row * kScoreStride + c] : -INFINITY;
-            highest = max(highest, x[i]);
-        }
-        for (ushort step = 1; step < kThreadsOfRow; step *= 2)
-            highest = max(highest, simd_shuffle_xor(highest, step));
-        for (ushort i = 0; i < kBlock / kThreadsOfRow; ++i) {
-            const bfloat share = bfloat(precise::exp2(x[i] - highest));
-            shares[row * kShareStride + i * kThreadsOfRow + part] = share;
-            sum += float(share);
-        }
-        for (ushort step = 1; step < kThreadsOfRow; step *= 2) sum += simd_shuffle_xor(sum, step);
-        const float shrink = precise::exp2(top - highest);
-        total = fma(total, shrink, sum);
-        top = highest;
-        if (part == 0) RowScale::put(shrinks + row / kTile * kScale, row % kTile, shrink);
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-        for (ushort r = 0; r < kRowTiles; ++r) {
-            RowScale shrinking;
-            shrinking.load(shrinks + r * kScale);
-            for (ushort d = 0; d < kTiles; ++d) y[r][d].scale(shrinking);
-        }
-        device bfloat* values = keys + p.plane + simd * kColumns;
-        for (ushort c = 0; c < kBlock; c += kDepth) {
-            Left share[kRowTiles];
-            for (ushort r = 0; r < kRowTiles; ++r)
-                share[r].load(shares + r * kTile * kShareStride + c, kShareStride);
-            for (ushort d = 0; d < kTiles; ++d) {
-                PlainRight value;
-                value.load(values + c * Dh + d * kTile, Dh);
-                for (ushort r = 0; r < kRowTiles; ++r) y[r][d].add(share[r], value);
-            }
-        }
-    }
-    if (part == 0) totals[row] = total;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    threadgroup float* stage = scores + simd * kStage;
-    for (ushort r = 0; r < kRowTiles; ++r)
-        for (ushort d = 0; d < kTiles; ++d)
-            y[r][d].each(Finish{p, qg, mixed, totals + r * kTile, first + r * kTile, last, kv_head,
-                                uint(simd) * kColumns + d * kTile},
-                         stage, lane);
-}
-
 #define instantiate_attn_mix_place(name, KV, n)                         \
     template [[host_name("attn_mix_place_" #name "_" #n)]] [[kernel]] \
     decltype(attn_mix_place<KV, n>) attn_mix_place<KV, n>;
+#define instantiate_attn_mix_turn(n) \
+    template [[host_name("attn_mix_turn_" #n)]] [[kernel]] decltype(attn_mix_turn<n>) attn_mix_turn<n>;
+instantiate_attn_mix_turn(1)
+instantiate_attn_mix_turn(2)
+instantiate_attn_mix_turn(4)
+instantiate_attn_mix_turn(8)
+
 #define instantiate_attn_mix_split(name, KV, n, heads, wide)                                     \
     template [[host_name("attn_mix_split_" #name "_" #n "_" #heads "_" #wide)]] [[kernel]]       \
     decltype(attn_mix_split<KV, n, heads, wide>) attn_mix_split<KV, n, heads, wide>;
@@ -497,10 +305,3 @@ instantiate_attn_mix(int8, char, 4)
 instantiate_attn_mix(int8, char, 8)
 instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
 instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
-
-#define instantiate_attn_mix_flash(dims)                        \
-    template [[host_name("attn_mix_flash_" #dims)]] [[kernel]] \
-    decltype(attn_mix_flash<dims>) attn_mix_flash<dims>;
-instantiate_attn_mix_flash(64)
-instantiate_attn_mix_flash(128)
-instantiate_attn_mix_flash(256)

@@ -205,10 +205,11 @@ template <ushort N>
 // gdn_mix of many tokens, first part: q and k convolved and of length Dk^-1/2 and 1, v convolved, and the
 // gates, once for all that scan them: prepared is q, k and v side by side, gates the logarithm of the
 // decay and beta. Rows lie on the position grid of blocks of 64, so that the first token has row p.lead;
-// rows of the grid that are no token's hold zeros, which leave S as it is. A SIMD-group takes a head of q,
+// rows of the grid that are no token's hold zeros, which leave S as it is. Only
+// gdn_chunk.metal needs the grid; for others, rows are the tokens'. A SIMD-group takes a head of q,
 // k or v of one row; the one of a v head makes its gates; those of the last C - 1 tokens copy them, before
-// the convolution, to the next state. Takes at least C - 1 tokens. The grid is (2 Hk + Hv, rows / kSimds):
-// neighbours in a threadgroup convolve the same rows.
+// the convolution, to the next state, and the first one's what stays of the state before. The grid is
+// (2 Hk + Hv, rows / kSimds): neighbours in a threadgroup convolve the same rows.
 [[kernel]] void gdn_mix_prepare(constant args::GdnMix& p                [[buffer(0)]],
                                 device const float* qkv                 [[buffer(1)]],  // (T, channels)
                                 device const float* b                   [[buffer(2)]],  // (T, Hv)
@@ -228,6 +229,7 @@ template <ushort N>
     const uint first = (is_value ? 2 * p.key_heads * p.key_dim : 0) + head * width;
     const uint row = group.y * kSimds + simd, t = row - p.lead;
     const bool present = row >= p.lead && t < tokens;
+    if (row >= p.rows) return;
     device const float* conv_in = sequences[0].now + p.layer * p.state;
     device float* conv_out = sequences[0].next + p.layer * p.state;
     device float* out = prepared + row * channels + first;
@@ -239,6 +241,8 @@ template <ushort N>
         out[i] = mixed;
         if (present && t + C > tokens)
             conv_out[(t + C - 1 - tokens) * channels + first + i] = qkv[t * channels + first + i];
+        for (uint j = 0; present && t == 0 && j + tokens + 1 < C; ++j)
+            conv_out[j * channels + first + i] = conv_in[(j + tokens) * channels + first + i];
     }
     if (is_value) {
         if (lane != 0) return;

@@ -31,22 +31,6 @@ struct StoreSwiglu {
 
 }  // namespace
 
-// out = W in bfloat, as a slab would hold it: for comparison with products that never write it down. A thread
-// takes a word.
-[[kernel]] void expand(constant args::Matrix& m    [[buffer(0)]],
-                       device const uchar* weight  [[buffer(1)]],  // (N, K) in 4 or 8 bits
-                       device const uchar* scales  [[buffer(2)]],
-                       device const uchar* biases  [[buffer(3)]],
-                       device bfloat* out          [[buffer(4)]],  // (N, K)
-                       uint i                      [[thread_position_in_grid]]) {
-    const uint slots = 32 / m.bits, at = i * slots;
-    if (at >= m.rows * m.columns) return;
-    const float scale = number(scales, m.type, at / kGroup), bias = number(biases, m.type, at / kGroup);
-    const uint word = ((device const uint*)weight)[i];
-    for (uint j = 0; j < slots; ++j)
-        out[at + j] = bfloat(fma(scale, float((word >> (m.bits * j)) & ((1u << m.bits) - 1u)), bias));
-}
-
 // y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W
 // is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
@@ -121,12 +105,12 @@ template <class B>
                 lane);
 }
 
-#define instantiate_matmul(type, name, rows)                                        \
-    template [[host_name("matmul_" name "_" #rows)]] [[kernel]] decltype(matmul<Block##rows, type>) \
-        matmul<Block##rows, type>;
-#define instantiate_swiglu(rows)                                                                        \
-    template [[host_name("matmul_swiglu_" #rows)]] [[kernel]] decltype(matmul_swiglu<Block##rows>) \
-        matmul_swiglu<Block##rows>;
+#define instantiate_matmul(type, name, rows)                               \
+    template [[host_name(LILY_TILED("matmul_" name "_" #rows))]] [[kernel]] \
+    decltype(matmul<Block##rows, type>) matmul<Block##rows, type>;
+#define instantiate_swiglu(rows)                                           \
+    template [[host_name(LILY_TILED("matmul_swiglu_" #rows))]] [[kernel]]   \
+    decltype(matmul_swiglu<Block##rows>) matmul_swiglu<Block##rows>;
 instantiate_matmul(bfloat, "bf16", 16)
 instantiate_matmul(bfloat, "bf16", 32)
 instantiate_matmul(bfloat, "bf16", 128)

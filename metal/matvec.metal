@@ -52,8 +52,8 @@ METAL_FUNC Block block_of(thread const Weights* w, constant args::Matrix* shapes
     return {rows_of(weights, m, row, count), to + t * m.rows + row, count};
 }
 
-// The rows of a threadgroup that adds W h to the residual stream: two SIMD-groups share four of them, each
-// takes half the columns.
+// The rows of a threadgroup where few outputs have long rows: two SIMD-groups share four of them, each takes
+// half the columns.
 constant constexpr ushort kParts = 2;
 
 METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, ushort simds) {
@@ -61,14 +61,16 @@ METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, 
     return rows_of(w, m, row, row < m.rows ? min(uint(kRowsOfSimd), m.rows - row) : 0, simd % kParts, kParts);
 }
 
-METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, uint thread_index, ushort simd,
-                           ushort simds, ushort lane, threadgroup float* sums, device float* x) {
+METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, uint thread_index,
+                             ushort simd, ushort simds, ushort lane, threadgroup float* sums,
+                             device float* out, bool add) {
     leave(y, lane, sums + simd * kRowsOfSimd);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint outputs = simds / kParts * kRowsOfSimd, row = group * outputs + thread_index;
     if (thread_index >= outputs || row >= m.rows) return;
     const uint from = thread_index / kRowsOfSimd * kParts * kRowsOfSimd + thread_index % kRowsOfSimd;
-    x[row] += sums[from] + sums[from + kRowsOfSimd];
+    const float sum = sums[from] + sums[from + kRowsOfSimd];
+    out[row] = add ? out[row] + sum : sum;
 }
 
 }  // namespace
@@ -109,7 +111,8 @@ METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, ui
     device float* const out[4] = {qkv, z, b, a};
     const Block block = block_of<4>(w, p.matrix, out, t, group.x * simds + simd);
     Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+             simds, lane);
     float y[kRowsOfSimd];
     dots(block.rows, ahead, h, lane, y);
     block.write(y, lane);
@@ -145,7 +148,8 @@ METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, ui
     device float* const out[3] = {qg, k, v};
     const Block block = block_of<3>(w, p.matrix, out, t, group.x * simds + simd);
     Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, uint(simds) * kSimd, simd, simds, lane);
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+             simds, lane);
     float y[kRowsOfSimd];
     dots(block.rows, ahead, h, lane, y);
     block.write(y, lane);
@@ -174,7 +178,7 @@ METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, ui
     const uint end = min((block + 1) * args::kLogitBlock, m.rows);
     Rows rows = rows_of(w, m, begin, min(uint(kRowsOfSimd), m.rows - begin));
     Ahead<2> ahead = load<2>(rows, lane);  // eight blocks in a row keep enough under way
-    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, h, partial, thread_index,
+    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, p.normed, h, partial, thread_index,
              uint(simds) * kSimd, simd, simds, lane);
     if (block * args::kLogitBlock >= m.rows) return;
     uint key = 0;
@@ -192,6 +196,8 @@ METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, ui
         rows = rows_of(w, m, row, min(uint(kRowsOfSimd), end - row));
         ahead = load<2>(rows, lane);
     }
+    if (!p.best) return;
+    if (!p.best) return;
     key = simd_max(key);
     if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;
 }
@@ -228,31 +234,62 @@ METAL_FUNC void add_shared(thread const float* y, args::Matrix m, uint group, ui
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(rows, ahead, h, lane, out);
-    add_shared(out, p.out, group.x, thread_index, simd, simds, lane, sums, x + t * p.out.rows);
+    write_shared(out, p.out, group.x, thread_index, simd, simds, lane, sums, x + t * p.out.rows, true);
 }
 
-// attn_out: x += W y.
-[[kernel, max_total_threads_per_threadgroup(256)]] void attn_out(
-                         constant args::MixOut& p          [[buffer(0)]],
-                         device const float* y             [[buffer(1)]],  // (T, y_stride), H Dh of them used
-                         device const uchar* weight        [[buffer(2)]],  // (D, H Dh) as stored
-                         device const uchar* scales        [[buffer(3)]],
-                         device const uchar* biases        [[buffer(4)]],
-                         device float* x                   [[buffer(5)]],  // (T, D)
-                         threadgroup float* h              [[threadgroup(0)]],  // (H Dh)
-                         uint2 group                       [[threadgroup_position_in_grid]],
-                         uint thread_index                 [[thread_index_in_threadgroup]],
-                         ushort simd                       [[simdgroup_index_in_threadgroup]],
-                         ushort simds                      [[simdgroups_per_threadgroup]],
-                         ushort lane                       [[thread_index_in_simdgroup]]) {
+// attn_out: x += W y. And what is left of the other steps where what comes before a product is a dispatch of
+// its own: y = W x.
+[[kernel, max_total_threads_per_threadgroup(256)]] void matvec(
+                       constant args::Matmul& p    [[buffer(0)]],
+                       device const float* x       [[buffer(1)]],  // (T, x_stride), K of them used
+                       device const uchar* weight  [[buffer(2)]],  // (N, K) as stored
+                       device const uchar* scales  [[buffer(3)]],
+                       device const uchar* biases  [[buffer(4)]],
+                       device float* y             [[buffer(5)]],  // (T, N)
+                       threadgroup float* h        [[threadgroup(0)]],  // (K)
+                       uint2 group                 [[threadgroup_position_in_grid]],
+                       uint thread_index           [[thread_index_in_threadgroup]],
+                       ushort simd                 [[simdgroup_index_in_threadgroup]],
+                       ushort simds                [[simdgroups_per_threadgroup]],
+                       ushort lane                 [[thread_index_in_simdgroup]]) {
     threadgroup float sums[kMaxSimds * kRowsOfSimd];
-    const uint t = group.y;
-    const Rows rows = shared_rows(Weights{weight, scales, biases}, p.out, group.x, simd, simds);
+    const uint t = group.y, N = p.matrix.rows, K = p.matrix.columns;
+    const Rows rows = shared_rows(Weights{weight, scales, biases}, p.matrix, group.x, simd, simds);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    for (uint i = thread_index; i < p.out.columns; i += uint(simds) * kSimd)
-        h[args::spread(i)] = y[t * p.y_stride + i];
+    for (uint i = thread_index; i < K; i += uint(simds) * kSimd) h[args::spread(i)] = x[t * p.x_stride + i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(rows, ahead, h, lane, out);
-    add_shared(out, p.out, group.x, thread_index, simd, simds, lane, sums, x + t * p.out.rows);
+    write_shared(out, p.matrix, group.x, thread_index, simd, simds, lane, sums, y + t * N, p.add);
+}
+
+// y = W_e x for each of a token's experts e. The grid is (blocks of outputs, T K).
+[[kernel, max_total_threads_per_threadgroup(256)]] void matvec_experts(
+                               constant args::MatvecExperts& p  [[buffer(0)]],
+                               device const float* x            [[buffer(1)]],  // (T or T K, columns)
+                               device const int* expert         [[buffer(2)]],  // (T, K)
+                               device const uchar* weight       [[buffer(3)]],  // (E N, columns) as stored
+                               device const uchar* scales       [[buffer(4)]],
+                               device const uchar* biases       [[buffer(5)]],
+                               device float* y                  [[buffer(6)]],  // (T K, N)
+                               threadgroup float* h             [[threadgroup(0)]],  // (columns)
+                               uint2 group                      [[threadgroup_position_in_grid]],
+                               uint thread_index                [[thread_index_in_threadgroup]],
+                               ushort simd                      [[simdgroup_index_in_threadgroup]],
+                               ushort simds                     [[simdgroups_per_threadgroup]],
+                               ushort lane                      [[thread_index_in_simdgroup]]) {
+    const uint N = p.matrix.rows, columns = p.matrix.columns;
+    const uint in = p.shared ? group.y / p.experts_per_token : group.y;
+    const uint row = (group.x * simds + simd) * kRowsOfSimd;
+    const uint count = row < N ? min(uint(kRowsOfSimd), N - row) : 0;
+    const Block block = {
+        rows_of(Weights{weight, scales, biases}, p.matrix, uint(expert[group.y]) * N + row, count),
+        y + group.y * N + row, count};
+    Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
+    for (uint i = thread_index; i < columns; i += uint(simds) * kSimd)
+        h[args::spread(i)] = x[in * columns + i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float out[kRowsOfSimd];
+    dots(block.rows, ahead, h, lane, out);
+    block.write(out, lane);
 }

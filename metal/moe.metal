@@ -66,8 +66,8 @@ constant constexpr ushort kParts = 2;
     const uint count = wanted < blocks ? min(uint(kRowsOfSimd), m.rows - row) : 0;
     const Rows rows = rows_of(w, m, row, count, shares ? 0 : half_of, shares ? 1 : kParts);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, h, partial, thread_index, threads, simd, simds, lane);
-    if (group.x == 0)
+    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, threads, simd, simds, lane);
+    if (group.x == 0 && !p.normed)
         for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[args::spread(i)];
     float y[kRowsOfSimd];
     dots(rows, ahead, h, lane, y);
@@ -110,9 +110,13 @@ constant constexpr ushort kParts = 2;
     threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, D = p.gate.columns, F = p.gate.rows, E = p.experts, K = p.experts_per_token;
     const uint threads = uint(simds) * kSimd;
-    for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    choose(logits, E, K, simd, simds, lane, expert);
+    if (p.chosen) {
+        if (thread_index < K) expert[thread_index] = uint(expert_out[t * K + thread_index]);
+    } else {
+        for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        choose(logits, E, K, simd, simds, lane, expert);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint blocks = (F + kRowsOfSimd - 1) / kRowsOfSimd;  // of one expert
     const ushort half_of = simd % kParts;
@@ -128,7 +132,7 @@ constant constexpr ushort kParts = 2;
     const Rows rows = rows_of(w, m, expert[k] * F + row, count);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
     for (uint i = thread_index; i < D; i += threads) h[args::spread(i)] = h_in[t * D + i];
-    if (group.x == 0 && thread_index < K) {
+    if (group.x == 0 && thread_index < K && !p.chosen) {
         expert_out[t * K + thread_index] = int(expert[thread_index]);
         weight_out[t * K + thread_index] = share_of(logits, K, expert, thread_index);
     }
@@ -193,4 +197,12 @@ constant constexpr ushort kParts = 2;
     float sum = 0;
     for (ushort i = 0; i < simds; ++i) sum += sums[i][thread_index];
     x[t * D + row + thread_index] += sum;
+}
+
+// gate = silu(gate) up, where the two products were dispatches of their own. A thread takes one number.
+[[kernel]] void swiglu(constant uint& count    [[buffer(0)]],
+                       device const float* up  [[buffer(1)]],  // (count)
+                       device float* gate      [[buffer(2)]],  // (count)
+                       uint i                  [[thread_position_in_grid]]) {
+    if (i < count) gate[i] = silu(gate[i]) * up[i];
 }

@@ -1,5 +1,5 @@
-// What comes before a product of many rows: the same norms that decode kernels take in their prologues, as
-// rows of their own.
+// Norms as dispatches of their own: before a product of many rows, and, for comparison, before those of one
+// row, which take the same norms in their prologues.
 #include "norm.h"
 #include "quant.h"
 
@@ -26,9 +26,7 @@ template <class T>
     const uint D = p.width, threads = uint(simds) * kSimd;
     x += t * D;
     h += t * D;
-    float squares = 0;
-    for (uint i = thread_index; i < D; i += threads) squares += x[i] * x[i];
-    const float scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(D) + p.epsilon);
+    const float scale = norm_scale(x, D, p.epsilon, partial, thread_index, threads, simd, simds, lane);
     for (uint i = thread_index; i < D; i += threads) h[i] = T(x[i] * scale * norm[i]);
 }
 
@@ -37,11 +35,12 @@ template [[host_name("norm_rows_f32")]] [[kernel]] decltype(norm_rows<float>) no
 
 // h = silu(z) norm(y), the norm taken over each head. A threadgroup takes a row, a SIMD-group a head at a
 // time.
+template <class T>
 [[kernel]] void gated_norm_rows(constant args::NormRows& p  [[buffer(0)]],
                                 device const float* y       [[buffer(1)]],  // (T, y_stride), Hv Dv used
                                 device const float* z       [[buffer(2)]],  // (T, Hv Dv)
                                 device const float* norm    [[buffer(3)]],  // (Dv)
-                                device bfloat* h            [[buffer(4)]],  // (T, Hv Dv)
+                                device T* h                 [[buffer(4)]],  // (T, Hv Dv)
                                 uint t                      [[threadgroup_position_in_grid]],
                                 ushort simd                 [[simdgroup_index_in_threadgroup]],
                                 ushort simds                [[simdgroups_per_threadgroup]],
@@ -55,6 +54,11 @@ template [[host_name("norm_rows_f32")]] [[kernel]] decltype(norm_rows<float>) no
         for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
         const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
         for (uint i = lane; i < Dv; i += kSimd)
-            h[head + i] = bfloat(silu(z[head + i]) * (y[head + i] * scale * norm[i]));
+            h[head + i] = T(silu(z[head + i]) * (y[head + i] * scale * norm[i]));
     }
 }
+
+template [[host_name("gated_norm_rows_bf16")]] [[kernel]] decltype(gated_norm_rows<bfloat>)
+    gated_norm_rows<bfloat>;
+template [[host_name("gated_norm_rows_f32")]] [[kernel]] decltype(gated_norm_rows<float>)
+    gated_norm_rows<float>;

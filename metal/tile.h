@@ -5,9 +5,10 @@
 //
 // Two implementations of the same types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
 // have a matrix unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to
-// M4. Which lane holds which element is documented for neither, so nobody assumes it: tensors are asked, and
-// simdgroup_matrix goes through `stage`, kStage floats of threadgroup memory that a SIMD-group has for
-// itself.
+// M4. A kernel that multiplies in tiles is compiled with either, under two names, and the host asks for the
+// one that its device can run. Which lane holds which element is documented for neither, so nobody assumes
+// it: tensors are asked, and simdgroup_matrix goes through `stage`, kStage floats of threadgroup memory that
+// a SIMD-group has for itself.
 #pragma once
 
 #include <metal_stdlib>
@@ -19,7 +20,7 @@
 
 #include <metal_tensor>
 #if !defined(__HAVE_TENSOR__)
-#error "LILY_TENSOR: wanted Metal 4 (-std=metal4.0, macOS 26.2), got an older one; build without LILY_TENSOR"
+#error "LILY_TENSOR: wanted Metal 4 (-std=metal4.0, macOS 26.2), got an older one; leave tensors.metal out"
 #endif
 #else
 #include <metal_simdgroup_matrix>
@@ -28,6 +29,13 @@
 namespace lily {
 
 using namespace metal;
+
+// The name of a kernel, as the host asks for it with this implementation.
+#ifdef LILY_TENSOR
+#define LILY_TILED(name) name "_tensor"
+#else
+#define LILY_TILED(name) name
+#endif
 
 constant constexpr ushort kTile = 16;   // rows of Left; columns of Right; both of Sum
 constant constexpr ushort kDepth = 32;  // columns of Left, rows of Right: a lane each

@@ -32,17 +32,13 @@ def code_paths() -> list[str]:
     return found
 
 
-@cache  # finding them in the compiler's cache takes the translation of every source
-def kernels(instrumented: bool = False, tensors: bool = False) -> str:
-    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet.
-
-    tensors: with Metal 4's tensor operations, as for an M5; otherwise with simdgroup_matrix.
-    """
+@cache
+def kernels(instrumented: bool = False) -> str:
+    """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet."""
     from tools.metal import compile as compiler
 
     sources = sorted((HERE.parent / "metal").glob("*.metal"))
-    define = ["LILY_TENSOR"] if tensors else []
-    return str(compiler.compile(sources, instrumented=instrumented, define=define))
+    return str(compiler.compile(sources, instrumented=instrumented))
 
 
 # The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.

@@ -67,11 +67,11 @@ def test_full_width_row_by_row_in_the_simulator(checkpoint, truth):
 
 @pytest.mark.long
 @pytest.mark.unsanitized
-@pytest.mark.parametrize("tensors", [False, True], ids=["simdgroup_matrix", "tensors"])
-def test_full_width_in_tiles_keeps_to_the_yardstick(checkpoint, truth, tensors):
+@pytest.mark.parametrize("tiles", ["simdgroup", "tensor"])
+def test_full_width_in_tiles_keeps_to_the_yardstick(checkpoint, truth, tiles):
     """Products in bfloat16: no further from the truth than a pipeline that rounds every step's result."""
     rungs.climb("metal")
-    options = {"device": "sim", "kernels": kernels(tensors=tensors), "prefill_chunk": "64"}
+    options = {"device": "sim", "kernels": kernels(), "prefill_chunk": "64", "tiles": tiles}
     session = _core.Session(_core.Weights(str(checkpoint)), options)
     logits = taken_in(session, session.new_state())
     ideal = reference.Model(checkpoint, dtype="bf16", keep_bytes=0).logits(TOKENS)

@@ -125,8 +125,8 @@ def test_attention_over_bfloat16_is_the_reference(case, flash):
 def test_tensor_operations_give_what_simdgroup_matrix_gives(checkpoint):
     """Attention in tiles of either kind; the simulator adds their products up in one order."""
     found = []
-    for tensors in (False, True):
-        one = mixer("attn_mix", checkpoint, "bf16", flash_from="2", kernels=kernels(tensors=tensors))
+    for tiles in ("simdgroup", "tensor"):
+        one = mixer("attn_mix", checkpoint, "bf16", flash_from="2", tiles=tiles)
         for past, rows in ((0, 2), (255, 33), (300, 65)):
             one.check(past, rows, TILED)
         found.append(one.run([(one.fork(300), 65)], one.draw(65, 1)))
@@ -311,7 +311,8 @@ def test_tiles_do_not_see_what_was_abandoned():
         ("attn_mix", {}),
         ("attn_mix", {"gqa_packing": "0", "coalesced_kv": "0"}),
         ("attn_mix", {"flash_from": "0"}),
-        ("attn_mix", {"tensors": True}),
+        ("attn_mix", {"tiles": "simdgroup"}),
+        ("attn_mix", {"tiles": "tensor"}),
         ("attn_mix", {"kv": "int8"}),
         ("gdn_mix", {"gdn_scan": "registers"}),
         ("gdn_mix", {"gdn_scan": "packed"}),
@@ -322,8 +323,6 @@ def test_tiles_do_not_see_what_was_abandoned():
 @pytest.mark.parametrize("checkpoint", ["tiny", "demo"])
 def test_no_kernel_strays(checkpoint, op, options):
     """No access out of bounds, undeclared, unordered or of memory that nothing wrote."""
-    if options.get("tensors"):
-        options = {"kernels": kernels(instrumented=True, tensors=True)}
     one = Mixer(op, CHECKPOINTS[checkpoint], "bf16", True, options)
     state = one.session.new_state()
     for rows in (1, 3, 33, 1, 250, 1):

@@ -5,9 +5,10 @@ from functools import cache
 import numpy as np
 import pytest
 
+import rungs
 from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, backends, compare, options_of
+from support import CHECKPOINTS, backends, compare, kernels, options_of
 
 # Of the largest value. Float32 sums of some thousand products; in matrix tiles, operands are bfloat16.
 TOLERANCE, TILES = 2e-5, 2e-2
@@ -83,6 +84,32 @@ def past_state(sessions, models):
 def test_op(case: Case, models, sessions, past_state, tolerance):
     state = past_state(case.checkpoint, case.past)
     check(case, models[case.checkpoint], sessions[case.checkpoint], state, tolerance)
+
+
+@cache
+def watched_session(kind: str, checkpoint: str):
+    options = options_of(f"sim {kind}") | {"kernels": kernels(instrumented=True), "prefill_chunk": "300"}
+    return _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), options | {"kv": "f32"})
+
+
+@cache
+def watched_past(kind: str, checkpoint: str, tokens: int):
+    session = watched_session(kind, checkpoint)
+    state = session.new_state()
+    if tokens:
+        session.extend(state, np.random.default_rng(7).integers(0, 600, tokens).astype(np.int32))
+    return state
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
+def test_op_watched(case: Case, kind, models):
+    """By kernels that report every access out of bounds, undeclared, unordered, or of unwritten memory."""
+    rungs.climb("metal")
+    session = watched_session(kind, case.checkpoint)
+    state = session.fork(watched_past(kind, case.checkpoint, case.past))
+    check(case, models[case.checkpoint], session, state, TILES if kind == "tiles" else TOLERANCE)
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.op == "attn_mix"], ids=str)

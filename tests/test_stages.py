@@ -78,9 +78,13 @@ def test_info_shows_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
         (line,) = (line for line in out.splitlines() if line.split()[1:2] == [row.kernel])
         assert line.split()[0] == row.op
         assert line.split()[2:4] == [str(row.dispatches), str(row.stages)]
-    totals = [line.split() for line in out.splitlines()[-2:]]
+    totals, fusions = ([line.split() for line in part.splitlines()[1:]] for part in out.split("\n\n")[-2:])
     assert [total[0] for total in totals] == ["256", "4096"]
     assert totals[1][-1] == f"{step.ratio:.4f}"
+    for (name, dispatches, stages_of_it, *_), (option, one) in zip(
+        fusions, stages.apart(None, 4096, {}).items(), strict=True
+    ):
+        assert (name, dispatches, stages_of_it) == (option, str(one.dispatches), str(one.stages))
 
 
 def test_info_counts_any_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

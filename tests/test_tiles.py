@@ -334,36 +334,58 @@ def test_matmul_takes_every_matrix(bits, dtype, rows, library):
 
 def test_tensor_operations_give_what_simdgroup_matrix_gives(library):
     """Metal 4's tiles have a layout of the simulator's own, so code that assumes one gives other numbers."""
-    from tools.metal import compile as compiler
-    from tools.metal.simulator import Library
-
-    source = CHECKPOINTS["tiny"].parents[2] / "metal" / "matmul.metal"
-    tensors = Library(compiler.compile([source], instrumented=True, define=["LILY_TENSOR"]))
     rng = np.random.default_rng(8)
     gate, shape, _ = stored(rng, 100, 128, 4, "bf16")
     up, _, _ = stored(rng, 100, 128, 4, "bf16")
     for tokens, block, threads in ((9, 16, 64), (33, 32, 128), (129, 128, 128)):
         x = rng.standard_normal((tokens, 128)).astype(np.float32)
         results = []
-        for made in (library, tensors):
+        for tiles in ("", "_tensor"):
             y, activated = np.full((2, tokens, 100), np.nan, np.float32)
             groups = -(-tokens // block)
             p = np.concatenate([shape, [tokens, 128, 0]]).astype(np.uint32)
-            made.run(f"matmul_f32_{block}", dict(enumerate([p, x, *gate, y])), (2, groups), (threads,))
+            buffers = dict(enumerate([p, x, *gate, y]))
+            library.run(f"matmul_f32_{block}{tiles}", buffers, (2, groups), (threads,))
             p = np.concatenate([shape, shape, [tokens]]).astype(np.uint32)
             buffers = dict(enumerate([p, x, *gate, *up, activated]))
-            made.run(f"matmul_swiglu_{block}", buffers, (4, groups), (threads,))
+            library.run(f"matmul_swiglu_{block}{tiles}", buffers, (4, groups), (threads,))
             results.append((y, activated))
         for name, got, want in zip(("y", "activated"), results[1], results[0], strict=True):
             compare(name, got, want, 1e-6)
 
 
+# Which kernels multiply in tiles: what the device says it can, and the option `tiles`
+
+
+@pytest.mark.parametrize(("tiles", "tensors"), [("auto", True), ("tensor", True), ("simdgroup", False)])
+def test_tiles_are_chosen_by_what_the_device_can(tiles, tensors, session_of):
+    session = session_of("tiny", kv="bf16", flash_from="2", tiles=tiles)
+    session._recorded()
+    session._run("forward", 0, [(session.new_state(), np.zeros(9, np.int32))])
+    families = ("matmul_", "moe_up_tiles_", "moe_down_tiles_", "attn_mix_flash_")
+    seen = session._recorded()
+    kernels_of = [{d.kernel for d in seen if d.kernel.startswith(name)} for name in families]
+    assert all(kernels_of)
+    assert {kernel.endswith("_tensor") for kernel in set().union(*kernels_of)} == {tensors}
+
+
+def test_tensor_operations_that_a_device_lacks_are_refused():
+    """As on a GPU without a matrix unit: a library without those kernels stands for one."""
+    from tools.metal import compile as compiler
+
+    source = CHECKPOINTS["tiny"].parents[2] / "metal" / "embed.metal"
+    options = {"device": "sim", "kernels": str(compiler.compile([source]))}
+    weights = _core.Weights(str(CHECKPOINTS["tiny"]))
+    with pytest.raises(errors.DeviceError, match="option tiles: wanted tensor operations, which sim, or its"):
+        _core.Session(weights, options | {"tiles": "tensor"})
+    assert _core.Session(weights, options).options["tiles"] == "auto"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("op", TILED)
 def test_an_op_in_tensor_operations_gives_what_it_gives_in_simdgroup_matrix(op, models, session_of):
-    """Whole ops, by the library that a GPU with a matrix unit gets."""
     case = Case(op, "small", 129)
-    sessions = [session_of("small"), session_of("small", kernels=kernels(tensors=True))]
+    sessions = [session_of("small", tiles=tiles) for tiles in ("simdgroup", "tensor")]
     given = inputs(case, models["small"].config, widths(sessions[0]))
     plain, tensors = (run(session, case, given) for session in sessions)
     for name in plain:

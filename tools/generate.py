@@ -89,6 +89,20 @@ def stages_of_the_35b() -> tuple[str, list[str]]:
     return "| context | dispatches | stages | MB read | MB written | floor, MB | of the floor |", rows
 
 
+def fusions_of_the_35b() -> tuple[str, list[str]]:
+    """Give head and rows of the table of what a decode step is without each fusion, at 4K."""
+    from lily import stages
+
+    fused, rows = stages.step(None, 4096, {}), []
+    for name, one in stages.apart(None, 4096, {}).items():
+        more = [one.dispatches - fused.dispatches, one.stages - fused.stages]
+        kilobytes = [(one.read - fused.read) / 1e3, (one.written - fused.written) / 1e3]
+        rows.append(
+            "| " + " | ".join([f"`{name}`", *map(str, more), *(f"{k:.1f}" for k in kilobytes)]) + " |"
+        )
+    return "| without | more dispatches | more stages | more kB read | more kB written |", rows
+
+
 def kernels_page(page: str, records: Path) -> str:
     """Give the page of the kernels with the newest counts of bench.traffic, and the 35B's steps."""
     newest: dict[str, dict[str, dict[str, Any]]] = {}
@@ -97,13 +111,20 @@ def kernels_page(page: str, records: Path) -> str:
             if r["bench"] == "traffic" and r["kept"]:
                 case, figure = r["case"].split(" ")
                 newest.setdefault(case, {})[figure] = r
+    from lily import stages
+
+    steps = [stages.step(None, context, {"token_handoff": "false"}) for context in stages.CONTEXTS]
+    present = {row.kernel for step in steps for row in step.table} | {"step"}
     rows = []
     for case, found in newest.items():
         kernel, context = case.split("@")
+        if kernel not in present:
+            continue  # renamed, or gone
         megabytes = [f"{found[name]['median']:.4g}" for name in ("lines", "asked", "sectors")]
         ids = f"{found['lines']['id']} to {found['sectors']['id'].rpartition('-')[2]}"
         rows.append("| " + " | ".join([f"`{kernel}`", context, *megabytes, ids]) + " |")
     page = with_table(page, "stages", *stages_of_the_35b())
+    page = with_table(page, "fusions", *fusions_of_the_35b())
     head = "| kernel, or step of the 35B | context | MB in lines | MB asked for | MB in sectors | records |"
     return with_table(page, "traffic", head, rows)
 

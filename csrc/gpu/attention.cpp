@@ -10,8 +10,8 @@ namespace {
 
 constexpr uint32_t kHeadsOfLoad = 4;   // query heads that share a load of keys and values
 constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose spans' results fit at a time
-constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/attention.metal
-constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/attention.metal
+constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/flash.metal
+constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/flash.metal
 
 }  // namespace
 
@@ -46,25 +46,29 @@ args::Attention GpuOps::attention_args(const LayerWeights& layer, const Segment&
             .layer = static_cast<uint32_t>(layer.index),
             .plane = static_cast<uint32_t>(s.state->layout().plane / bytes_of(kv_)),
             .pages = static_cast<uint32_t>(pages_of_sequence_),
+            .turned = !options_.fused_attention,
             .spans = 0,
             .fixed_from = static_cast<uint32_t>(options_.fixed_blocks_from),
             .y_stride = static_cast<uint32_t>(a_.y.shape[1])};
 }
 
 // Several rows of a sequence are written into their pages first; a row that is alone in its sequence is
-// appended by the dispatch that attends.
+// appended by the dispatch that attends, unless that is not to do it all.
 void GpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("attn_mix");
     const std::span<const Segment> segments = batch.segments;
-    if (std::all_of(segments.begin(), segments.end(),
-                    [&](const Segment& s) { return s.length == 1 && !flashes(s); }))
-        return attend(layer, segments, batch.rows);
+    if (options_.fused_attention && std::all_of(segments.begin(), segments.end(), [&](const Segment& s) {
+            return s.length == 1 && !flashes(s);
+        }))
+        return attend(layer, segments, batch.rows, true);
     for (const Segment& s : segments) {
         const bool tiled = flashes(s);
         place(layer, s, tiled);
         if (tiled) {
             flash(layer, s);
         } else {
-            attend(layer, {&s, 1}, s.length);
+            if (!options_.fused_attention) turn(layer, s);
+            attend(layer, {&s, 1}, s.length, false);
         }
     }
 }
@@ -132,12 +136,26 @@ void GpuOps::place(const LayerWeights& layer, const Segment& s, bool clears) {
             .add(tables({&s, 1})));
 }
 
-// Attention over spans of the rows of segments that are one row each, or of one segment whose rows are
-// placed; as many rows at a time as there is room for their spans' results.
-void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments, int rows) {
-    const bool alone = segments.size() == static_cast<size_t>(rows) && segments[0].length == 1;
+// Norms and turns the queries of a segment, in their place.
+void GpuOps::turn(const LayerWeights& layer, const Segment& s) {
+    const args::Attention p = attention_args(layer, s);
+    const size_t bytes = bytes_of_rows(a_.qg, s.length);  // queries and gates
+    run(recorder_,
+        {.kernel = format("attn_mix_turn_%d", dimensions_of_lane()),
+         .groups = {p.heads, p.tokens, 1},
+         .threads = kSimd},
+        p,
+        Buffers()
+            .add(Binding::update(row(a_.qg, s.row), bytes).reading(bytes / 2).writing(bytes / 2))
+            .read(here(layer).attn.q_norm)
+            .read(turns_of(s.row), bytes_of_turns(s.length)));
+}
+
+// Attention over spans of the rows of segments that are one row each, which it appends, or of one segment
+// whose rows are placed; as many rows at a time as there is room for their spans' results.
+void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments, int rows, bool appends) {
     const auto seen = [&](int r) {
-        return alone ? segments[static_cast<size_t>(r)].position + 1 : segments[0].position + r + 1;
+        return appends ? segments[static_cast<size_t>(r)].position + 1 : segments[0].position + r + 1;
     };
     for (int first = 0, next = 0; first < rows; first = next) {
         uint32_t spans = 0;
@@ -146,13 +164,14 @@ void GpuOps::attend(const LayerWeights& layer, std::span<const Segment> segments
             if (wider > 1 && (next - first + 1) * static_cast<int64_t>(wider) > results_) break;
             spans = wider;
         }
-        const std::span<const Segment> here = alone ? segments.subspan(static_cast<size_t>(first)) : segments;
+        const std::span<const Segment> here =
+            appends ? segments.subspan(static_cast<size_t>(first)) : segments;
         args::Attention p = attention_args(layer, here[0]);
         p.tokens = static_cast<uint32_t>(next - first);
-        p.before = alone ? 0 : static_cast<uint32_t>(first);
-        p.appends = alone;
+        p.before = appends ? 0 : static_cast<uint32_t>(first);
+        p.appends = appends;
         p.spans = spans;
-        attend_pass(layer, here.first(alone ? p.tokens : 1), p);
+        attend_pass(layer, here.first(appends ? p.tokens : 1), p);
     }
 }
 
@@ -172,7 +191,6 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
         last.written = true;
         last.writes = last.bytes / kPageTokens;
     }
-    const Tensor& k_norm = here(layer).attn.k_norm;
     const size_t qg_bytes = bytes_of_rows(a_.qg, rows), k_bytes = bytes_of_rows(a_.k, rows);
     const size_t y_bytes = bytes_of_rows(a_.y, rows);
     const size_t gates = p.spans > 1 ? qg_bytes / 2 : 0;  // left to the merge
@@ -187,9 +205,10 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
             .add(Binding::read(row(a_.qg, first), qg_bytes).reading(qg_bytes - gates))
             .add(Binding::read(row(a_.k, first), k_bytes).reading(p.appends ? k_bytes : 0))
             .add(Binding::read(row(a_.v, first), k_bytes).reading(p.appends ? k_bytes : 0))
-            .read(here(layer).attn.q_norm)
-            .add(Binding::read(k_norm.data, k_norm.bytes()).reading(p.appends ? k_norm.bytes() : 0))
-            .read(turns_of(first), bytes_of_turns(rows))
+            .norm(here(layer).attn.q_norm, p.turned)
+            .norm(here(layer).attn.k_norm, !p.appends)
+            .add(Binding::read(turns_of(first), bytes_of_turns(rows))
+                     .reading(p.turned ? 0 : bytes_of_turns(rows)))
             .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
             .add(tables(segments))
             .write(partial_, results)
@@ -210,7 +229,7 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
     const int64_t end = (s.position + s.length + kBlock - 1) / kBlock * kBlock;  // with what place() cleared
     reach_pages(reached, layer.index, s, 0, end, false);
     run(recorder_,
-        {.kernel = format("attn_mix_flash_%d", c_.head_dim),
+        {.kernel = format("attn_mix_flash_%d%s", c_.head_dim, tile_kernels_),
          .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
          .threads = 4 * kSimd,
          .reached = reached},

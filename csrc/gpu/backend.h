@@ -82,12 +82,16 @@ class GpuOps final : public Ops {
     static uint32_t threads_of_block(uint32_t rows);
     void allocate_expanded();
     Linear expanded(const Linear&, int place = 0);
-    void norm_rows(const Tensor& norm, uint32_t T, void* h, DType type);
+    void norm_rows(const Tensor& norm, const float* x, uint32_t T, void* h, DType type);
+    const float* normed(const Tensor& norm, const float* x, uint32_t T, float* h);
+    void gated_norm_rows(const Tensor& norm, uint32_t T, void* h, DType type);
     void multiply(const Linear&, const Rows& x, uint32_t T, float* y, bool add = false);
     void project(const Tensor& norm, uint32_t T,
                  std::initializer_list<std::pair<const Linear*, const Tensor*>> list);
 
-    // Experts of many rows: gpu/moe.cpp.
+    void multiply_rows(const Linear&, const Rows& x, uint32_t T, float* y, bool add = false);
+
+    // Experts of many rows, and of a few with a dispatch for each step: gpu/moe.cpp.
     void allocate_experts();
     uint32_t most_tiles(uint32_t T) const;
     int64_t most_experts(uint32_t T) const {
@@ -95,6 +99,13 @@ class GpuOps final : public Ops {
     }
     void sort_assignments(const LayerWeights&, uint32_t T);
     void sort_on_host(const args::MoeSort&);
+    void choose_experts(uint32_t T, uint32_t rounded);
+    void multiply_experts(const Linear&, uint32_t rows, const Tensor& x, bool shared, uint32_t T, void* y);
+    void swiglu(const void* up, const Tensor& gate, uint32_t T);
+    void combine(uint32_t T, DType type);
+    void moe_route_steps(const LayerWeights&, uint32_t T);
+    void moe_up_steps(const LayerWeights&, uint32_t T);
+    void moe_down_steps(const LayerWeights&, uint32_t T);
     void moe_route_tiles(const LayerWeights&, const args::MoeRoute&, uint32_t T);
     void moe_up_tiles(const LayerWeights&, const args::MoeUp&, uint32_t T);
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
@@ -107,7 +118,7 @@ class GpuOps final : public Ops {
     void allocate_gdn();
     args::GdnMix gdn_args(const LayerWeights&, const Segment&) const;
     void gdn_step(const LayerWeights&, std::span<const Segment>);
-    void gdn_scan(const LayerWeights&, const Segment&);
+    void gdn_scan(const LayerWeights&, const Segment&, const std::string& how);
     void gdn_chunks(const args::GdnMix&, const Segment&, int64_t rows, std::span<const Binding> delta);
 
     // gpu/attention.cpp
@@ -125,7 +136,8 @@ class GpuOps final : public Ops {
     void reach_pages(std::vector<Binding>&, int layer, const Segment&, int64_t begin, int64_t end,
                      bool written) const;
     void place(const LayerWeights&, const Segment&, bool clears);
-    void attend(const LayerWeights&, std::span<const Segment>, int rows);
+    void turn(const LayerWeights&, const Segment&);
+    void attend(const LayerWeights&, std::span<const Segment>, int rows, bool appends);
     void attend_pass(const LayerWeights&, std::span<const Segment>, const args::Attention&);
     void flash(const LayerWeights&, const Segment&);
 
@@ -143,6 +155,7 @@ class GpuOps final : public Ops {
     const uint32_t expert_rows_;  // the most rows of an expert that a threadgroup takes
     bool fits_tiles_ = true;      // whether every product of the layers sums over a multiple of 64
     std::unique_ptr<Device> device_;
+    const char* const tile_kernels_;  // what the names of kernels that multiply in tiles end with
     Recorder recorder_;
 
     std::vector<Memory> owned_;
@@ -165,11 +178,13 @@ class GpuOps final : public Ops {
 
     void* expanded_[2] = {};       // the largest matrix each, bf16: if weights are expanded before products
     void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
+    float* normed_ = nullptr;      // (T, max(D, Hv Dv)): rows that are normed before products row by row
+    float* up_ = nullptr;          // (T, max(K F, Fs)): products with Up, if SwiGLU comes after them
     uint32_t* order_ = nullptr;    // (T K): assignments sorted by expert
     uint32_t* counts_ = nullptr;   // (runs of assignments, E)
     args::Tile* tiles_ = nullptr;  // (tiles)
     uint32_t* grids_ = nullptr;    // (2, 3): threadgroups of moe_up_tiles and of moe_down_tiles
-    void* part_ = nullptr;         // (T, K, D) bf16: what the experts give
+    void* part_ = nullptr;         // (T, K, D) bf16, or f32 if moe_down is not one: what the experts give
     float* shared_out_ = nullptr;  // (T, D): what the shared expert gives
     int sorted_layer_ = -1;        // whose assignments order_ has
     int64_t pages_of_sequence_ = 0;

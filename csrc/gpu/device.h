@@ -32,6 +32,7 @@ struct Binding {
 
 struct Dispatch {
     std::string kernel;
+    std::string op;                         // of ops.h, to which it belongs
     uint32_t groups[3] = {1, 1, 1};         // threadgroups; with `indirect`, the most that there can be
     uint32_t threads = 32;                  // of a threadgroup, in one dimension
     std::span<const std::byte> args;        // buffer 0
@@ -41,9 +42,15 @@ struct Dispatch {
     const uint32_t* indirect = nullptr;     // (3): the threadgroups, where an earlier dispatch wrote them
 };
 
+// What the names of kernels that multiply in tiles end with where they do so by tensor operations:
+// metal/tile.h.
+inline constexpr const char* kTensorKernels = "_tensor";
+
 struct Device {
     virtual ~Device() = default;
     virtual std::string name() const = 0;
+    // Whether the GPU has what Metal 4's tensor operations run on, and its library kernels that use them.
+    virtual bool tensor_operations() const { return false; }
     virtual Memory allocate(size_t bytes) = 0;   // zero-filled
     virtual void dispatch(const Dispatch&) = 0;  // may run beside earlier ones until a barrier
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote

@@ -30,6 +30,7 @@ class Notebook final : public Device {
 
     void dispatch(const Dispatch& d) override {
         notes_.push_back({.kernel = d.kernel,
+                          .op = d.op,
                           .stage = stage_,
                           .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
                           .threads = d.threads,

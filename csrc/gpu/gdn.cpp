@@ -29,7 +29,8 @@ bool GpuOps::chunks() const {
 // part another pass's.
 void GpuOps::allocate_gdn() {
     const Config& c = c_;
-    if (c.delta_layers() == 0 || options_.gdn_scan_from == 0 || rows_ < options_.gdn_scan_from) return;
+    const bool scans = options_.gdn_scan_from > 0 && rows_ >= options_.gdn_scan_from;
+    if (c.delta_layers() == 0 || (!scans && options_.fused_gdn)) return;
     const int64_t chunks_of_pass = (kChunk - 1 + rows_ + kChunk - 1) / kChunk, rows = chunks_of_pass * kChunk;
     prepared_ = scratch(rows * c.channels());
     gates_ = scratch(rows * c.value_heads * 2);
@@ -38,21 +39,22 @@ void GpuOps::allocate_gdn() {
     scales_ = scratch(rows * c.value_heads * kScales);
 }
 
-// A few tokens, of any number of sequences, go through one kernel; many of one sequence through a scan.
+// A few tokens, of any number of sequences, go through one kernel; many of one sequence through a scan, and
+// few as well if that kernel is not wanted.
 void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("gdn_mix");
     const auto many = [&](const Segment& s) {
-        return options_.gdn_scan_from > 0 && s.choice() >= options_.gdn_scan_from &&
-               s.length >= c_.conv_taps - 1;
+        return options_.gdn_scan_from > 0 && s.choice() >= options_.gdn_scan_from;
     };
     std::span<const Segment> rest = batch.segments;
     while (!rest.empty()) {
         const auto next = std::find_if(rest.begin(), rest.end(), many);
         const auto few = static_cast<size_t>(next - rest.begin());
-        if (few > 0) {
+        if (few > 0 && options_.fused_gdn) {
             gdn_step(layer, rest.first(few));
             rest = rest.subspan(few);
         } else {
-            gdn_scan(layer, rest[0]);
+            gdn_scan(layer, rest[0], few > 0 ? "packed" : options_.gdn_scan);
             rest = rest.subspan(1);
         }
     }
@@ -67,7 +69,8 @@ args::GdnMix GpuOps::gdn_args(const LayerWeights& layer, const Segment& s) const
             .taps = static_cast<uint32_t>(c_.conv_taps),
             .layer = static_cast<uint32_t>(layer.index),
             .state = static_cast<uint32_t>(layout.conv + layout.delta),
-            .lead = static_cast<uint32_t>(s.position % kChunk),
+            .lead = 0,
+            .rows = static_cast<uint32_t>(s.length),
             .y_stride = static_cast<uint32_t>(a_.y.shape[1])};
 }
 
@@ -100,10 +103,16 @@ void GpuOps::gdn_step(const LayerWeights& layer, std::span<const Segment> segmen
             .write(a_.y.data, bytes_of_rows(a_.y, end)));
 }
 
-void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
-    const args::GdnMix p = gdn_args(layer, s);
+void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s, const std::string& how) {
+    args::GdnMix p = gdn_args(layer, s);
+    const bool in_chunks = how == "chunked" && chunks();
+    if (in_chunks) {
+        p.lead = static_cast<uint32_t>(s.position % kChunk);
+        p.rows = ceil_div(p.lead + s.length, kChunk) * kChunk;
+    }
     const StateLayout& layout = s.state->layout();
-    const int64_t rows = (p.lead + s.length + kChunk - 1) / kChunk * kChunk;
+    const int64_t rows = p.rows, first = in_chunks ? 0 : s.row;
+    float *prepared = prepared_ + first * c_.channels(), *gates = gates_ + first * c_.value_heads * 2;
     const size_t conv_bytes = layout.conv * sizeof(float), delta_bytes = layout.delta * sizeof(float);
     const size_t prepared_bytes = rows * c_.channels() * sizeof(float);
     const size_t gate_bytes = rows * c_.value_heads * 2 * sizeof(float);
@@ -113,7 +122,7 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
                                         Binding::write(s.state->next_delta(layer.index), delta_bytes)};
     run(recorder_,
         {.kernel = "gdn_mix_prepare",
-         .groups = {2 * p.key_heads + p.value_heads, static_cast<uint32_t>(rows) / kSimdsOfScan, 1},
+         .groups = {2 * p.key_heads + p.value_heads, ceil_div(rows, kSimdsOfScan), 1},
          .threads = kSimdsOfScan * kSimd,
          .reached = conv},
         p,
@@ -125,13 +134,13 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
             .read(here(layer).gdn.a_log)
             .read(here(layer).gdn.dt_bias)
             .read(sequence_of(s), sizeof(args::Sequence))
-            .update(prepared_, prepared_bytes)  // it scales q and k once their lengths are known
-            .write(gates_, gate_bytes));
-    if (chunks()) return gdn_chunks(p, s, rows, delta);
+            .update(prepared, prepared_bytes)  // it scales q and k once their lengths are known
+            .write(gates, gate_bytes));
+    if (in_chunks) return gdn_chunks(p, s, rows, delta);
 
     static constexpr std::array<int, 4> kRegisters = {1, 2, 4, 8};
     static constexpr std::array<int, 5> kPacked = {4, 8, 16, 32, 64};
-    const bool registers = options_.gdn_scan == "registers";
+    const bool registers = how == "registers";
     const int lanes = registers ? 32 : 4, wanted = (c_.key_dim + lanes - 1) / lanes;
     const int columns = registers ? variant(kRegisters, wanted, "linear_key_head_dim", c_.key_dim)
                                   : variant(kPacked, wanted, "linear_key_head_dim", c_.key_dim);
@@ -143,8 +152,8 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s) {
          .reached = delta},
         p,
         Buffers()
-            .read(prepared_, prepared_bytes)
-            .read(gates_, gate_bytes)
+            .read(prepared, prepared_bytes)
+            .read(gates, gate_bytes)
             .read(sequence_of(s), sizeof(args::Sequence))
             .write(row(a_.y, s.row), bytes_of_rows(a_.y, s.length)));
 }

@@ -41,6 +41,9 @@ class Buffers {
         }
         return *this;
     }
+    Buffers& norm(const Tensor& w, bool normed) {  // which it reads unless its row comes normed
+        return add(Binding::read(w.data, w.bytes()).reading(normed ? 0 : w.bytes()));
+    }
     Buffers& add(const Binding& binding) {
         list_[count_++] = binding;
         return *this;
@@ -98,6 +101,7 @@ void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffe
                "device=\"cpu\".",
                launch.kernel.c_str(), bytes, kMaxThreadgroup);
     recorder.dispatch({.kernel = launch.kernel,
+                       .op = recorder.op(),
                        .groups = {launch.groups[0], launch.groups[1], launch.groups[2]},
                        .threads = launch.threads,
                        .args = {reinterpret_cast<const std::byte*>(&args), sizeof args},

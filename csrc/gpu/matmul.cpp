@@ -51,27 +51,60 @@ Linear GpuOps::expanded(const Linear& w, int place) {
 }
 
 // h = norm(x) of T rows, as bf16 or f32.
-void GpuOps::norm_rows(const Tensor& norm, uint32_t T, void* h, DType type) {
+void GpuOps::norm_rows(const Tensor& norm, const float* x, uint32_t T, void* h, DType type) {
     const auto D = static_cast<uint32_t>(c_.hidden);
     const args::NormRows p{D, 0, 0, static_cast<float>(c_.norm_epsilon)};
     run(recorder_, {.kernel = type == DType::bf16 ? "norm_rows_bf16" : "norm_rows_f32", .groups = {T, 1, 1}},
-        p,
-        Buffers()
-            .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(norm)
-            .write(h, size_t{T} * D * bytes_of(type)));
+        p, Buffers().read(x, bytes_of_rows(a_.x, T)).read(norm).write(h, size_t{T} * D * bytes_of(type)));
 }
 
-// y (T, N) = x W^T, or y += it.
+// What products row by row take of x: x, which they norm themselves, or h, which is normed here.
+const float* GpuOps::normed(const Tensor& norm, const float* x, uint32_t T, float* h) {
+    if (options_.fused_norm) return x;
+    norm_rows(norm, x, T, h, DType::f32);
+    return h;
+}
+
+// h = silu(z) norm(y) of T rows, as bf16 or f32, the norm taken over each head.
+void GpuOps::gated_norm_rows(const Tensor& norm, uint32_t T, void* h, DType type) {
+    const auto width = static_cast<uint32_t>(a_.z.shape[1]);
+    const args::NormRows p{width, static_cast<uint32_t>(a_.y.shape[1]), static_cast<uint32_t>(c_.value_dim),
+                           static_cast<float>(c_.norm_epsilon)};
+    run(recorder_,
+        {.kernel = type == DType::bf16 ? "gated_norm_rows_bf16" : "gated_norm_rows_f32", .groups = {T, 1, 1}},
+        p,
+        Buffers()
+            .read(a_.y.data, bytes_of_rows(a_.y, T))
+            .read(a_.z.data, bytes_of_rows(a_.z, T))
+            .read(norm)
+            .write(h, size_t{T} * width * bytes_of(type)));
+}
+
+// y (T, N) = x W^T, or y += it, in tiles.
 void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y, bool add) {
     const Linear w = expanded(stored);
     const uint32_t rows = block_rows(T);
     const args::Matmul p{matrix(w), T, x.stride, add};
     const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
-        {.kernel = format("matmul_%s_%u", x.type == DType::bf16 ? "bf16" : "f32", rows),
+        {.kernel = format("matmul_%s_%u%s", x.type == DType::bf16 ? "bf16" : "f32", rows, tile_kernels_),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
+        p,
+        Buffers()
+            .read(x.data, x.bytes)
+            .weights(w)
+            .add(add ? Binding::update(y, bytes) : Binding::write(y, bytes)));
+}
+
+// The same row by row.
+void GpuOps::multiply_rows(const Linear& w, const Rows& x, uint32_t T, float* y, bool add) {
+    const args::Matmul p{matrix(w), T, x.stride, add};
+    const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
+    run(recorder_,
+        {.kernel = "matvec",
+         .groups = {groups_for(2 * blocks_of(p.matrix)), T, 1},
+         .threadgroup = {spread_bytes(p.matrix.columns)}},
         p,
         Buffers()
             .read(x.data, x.bytes)
@@ -83,7 +116,7 @@ void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y,
 void GpuOps::project(const Tensor& norm, uint32_t T,
                      std::initializer_list<std::pair<const Linear*, const Tensor*>> list) {
     const auto D = static_cast<uint32_t>(c_.hidden);
-    norm_rows(norm, T, rounded_, DType::bf16);
+    norm_rows(norm, a_.x.as<float>(), T, rounded_, DType::bf16);
     const Rows h{rounded_, size_t{T} * D * sizeof(uint16_t), D, DType::bf16};
     for (const auto& [w, y] : list) multiply(*w, h, T, y->as<float>());
 }

@@ -24,39 +24,49 @@ void GpuOps::allocate_experts() {
     tiles_ = reinterpret_cast<args::Tile*>(
         scratch(tiles * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
     grids_ = reinterpret_cast<uint32_t*>(scratch(6));
-    part_ = scratch((assignments * c_.hidden + 1) / 2);
+    part_ = scratch(options_.fused_moe ? (assignments * c_.hidden + 1) / 2 : assignments * c_.hidden);
+    if (!options_.fused_moe) up_ = scratch(rows_ * int64_t{std::max(c_.hidden_width(), c_.shared_width)});
     shared_out_ = scratch(int64_t{rows_} * c_.hidden);
 }
 
 void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("moe_route");
     const MoeWeights& w = here(layer).moe;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
-    const args::MoeRoute p{matrix(w.router), matrix(w.shared_expert_gate), matrix(w.shared_gate),
-                           matrix(w.shared_up), static_cast<float>(c_.norm_epsilon)};
+    const args::MoeRoute p{matrix(w.router),    matrix(w.shared_expert_gate),        matrix(w.shared_gate),
+                           matrix(w.shared_up), static_cast<float>(c_.norm_epsilon), !options_.fused_norm};
     if (tiled(batch)) return moe_route_tiles(layer, p, T);
+    if (!options_.fused_moe) return moe_route_steps(layer, T);
+    const float* x = normed(here(layer).post_norm, a_.x.as<float>(), T, a_.h.as<float>());
     const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
     run(recorder_,
         {.kernel = "moe_route", .groups = {groups_for(2 * blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
         p,
         Buffers()
-            .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(here(layer).post_norm)
+            .read(x, bytes_of_rows(a_.x, T))
+            .norm(here(layer).post_norm, p.normed)
             .weights(w.router)
             .weights(w.shared_expert_gate)
             .weights(w.shared_gate)
             .weights(w.shared_up)
-            .write(a_.h.data, bytes_of_rows(a_.h, T))
+            .write(a_.h.data, p.normed ? 0 : bytes_of_rows(a_.h, T))
             .write(a_.router.data, bytes_of_rows(a_.router, T))
             .write(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
             .write(a_.shared.data, bytes_of_rows(a_.shared, T)));
 }
 
 void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("moe_up");
     const MoeWeights& w = here(layer).moe;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
     const args::MoeUp p{matrix(w.gate, c_.expert_width), matrix(w.up, c_.expert_width),
-                        static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token)};
+                        static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token),
+                        !options_.fused_choice};
     if (tiled(batch)) return moe_up_tiles(layer, p, T);
+    if (!options_.fused_moe) return moe_up_steps(layer, T);
+    if (p.chosen) choose_experts(T, 0);
+    const size_t router = bytes_of_rows(a_.router, T), expert = bytes_of_rows(a_.expert, T),
+                 weight = bytes_of_rows(a_.weight, T);
     const int64_t rows = most_experts(T) * c_.expert_width;
     const uint32_t blocks = p.experts_per_token * blocks_of(p.gate);
     run(recorder_,
@@ -66,20 +76,22 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
         p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
-            .read(a_.router.data, bytes_of_rows(a_.router, T))
+            .add(Binding::read(a_.router.data, router).reading(p.chosen ? 0 : router))
             .weights(w.gate, rows)
             .weights(w.up, rows)
-            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
-            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .add(p.chosen ? Binding::read(a_.expert.data, expert) : Binding::write(a_.expert.data, expert))
+            .write(a_.weight.data, p.chosen ? 0 : weight)
             .write(a_.hidden.data, bytes_of_rows(a_.hidden, T)));
 }
 
 void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("moe_down");
     const MoeWeights& w = here(layer).moe;
     const auto T = static_cast<uint32_t>(batch.rows);
     const args::MoeDown p{matrix(w.down, c_.hidden), matrix(w.shared_down),
                           static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
+    if (!options_.fused_moe) return moe_down_steps(layer, T);
     const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
     run(recorder_,
         {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {spread_bytes(inputs)}}, p,
@@ -155,16 +167,107 @@ uint32_t GpuOps::most_tiles(uint32_t T) const {
     return assignments / expert_rows_ + std::min(static_cast<uint32_t>(c_.experts), assignments);
 }
 
+// Chooses each row's experts, and rounds so many numbers of it for products in tiles.
+void GpuOps::choose_experts(uint32_t T, uint32_t rounded) {
+    const args::MoeChoose p{static_cast<uint32_t>(c_.experts), static_cast<uint32_t>(c_.experts_per_token),
+                            rounded};
+    run(recorder_,
+        {.kernel = "moe_up_choose",
+         .groups = {T, 1, 1},
+         .threads = 4 * kSimd,
+         .threadgroup = {4 * p.experts}},
+        p,
+        Buffers()
+            .read(a_.h.data, size_t{T} * rounded * sizeof(float))
+            .read(a_.router.data, bytes_of_rows(a_.router, T))
+            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .write(rounded_, size_t{T} * rounded * sizeof(uint16_t)));
+}
+
+// x += sum over k of weight_k part_k + sigmoid(shared_gate) shared_out.
+void GpuOps::combine(uint32_t T, DType type) {
+    const auto D = static_cast<uint32_t>(c_.hidden), K = static_cast<uint32_t>(c_.experts_per_token);
+    run(recorder_,
+        {.kernel = type == DType::bf16 ? "moe_down_combine_bf16" : "moe_down_combine_f32",
+         .groups = {ceil_div(D, kSimds * kSimd), T, 1}},
+        args::MoeCombine{D, K},
+        Buffers()
+            .read(part_, size_t{T} * K * D * bytes_of(type))
+            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
+            .read(shared_out_, size_t{T} * D * sizeof(float))
+            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
+            .update(a_.x.data, bytes_of_rows(a_.x, T)));
+}
+
+// Row by row without fusion: every product and what lies between two of them as a dispatch of its own.
+
+// y (T K, rows) = W_e x for each of a row's experts e, which take the row's x or one each.
+void GpuOps::multiply_experts(const Linear& w, uint32_t rows, const Tensor& x, bool shared, uint32_t T,
+                              void* y) {
+    const args::MatvecExperts p{matrix(w, rows), static_cast<uint32_t>(c_.experts_per_token), shared};
+    const uint32_t assignments = T * p.experts_per_token;
+    run(recorder_,
+        {.kernel = "matvec_experts",
+         .groups = {groups_for(blocks_of(p.matrix)), assignments, 1},
+         .threadgroup = {spread_bytes(p.matrix.columns)}},
+        p,
+        Buffers()
+            .read(x.data, bytes_of_rows(x, T))
+            .read(a_.expert.data, bytes_of_rows(a_.expert, T))
+            .weights(w, most_experts(T) * rows)
+            .write(y, size_t{assignments} * rows * sizeof(float)));
+}
+
+// gate = silu(gate) up.
+void GpuOps::swiglu(const void* up, const Tensor& gate, uint32_t T) {
+    const size_t bytes = bytes_of_rows(gate, T);
+    const auto count = static_cast<uint32_t>(bytes / sizeof(float));
+    run(recorder_, {.kernel = "swiglu", .groups = {ceil_div(count, kSimds * kSimd), 1, 1}}, count,
+        Buffers().read(up, bytes).update(gate.data, bytes));
+}
+
+void GpuOps::moe_route_steps(const LayerWeights& layer, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const Rows h{a_.h.data, bytes_of_rows(a_.h, T), static_cast<uint32_t>(c_.hidden), DType::f32};
+    norm_rows(here(layer).post_norm, a_.x.as<float>(), T, a_.h.data, h.type);
+    multiply_rows(w.router, h, T, a_.router.as<float>());
+    multiply_rows(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
+    multiply_rows(w.shared_gate, h, T, a_.shared.as<float>());
+    multiply_rows(w.shared_up, h, T, up_);
+    swiglu(up_, a_.shared, T);
+}
+
+void GpuOps::moe_up_steps(const LayerWeights& layer, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const auto F = static_cast<uint32_t>(c_.expert_width);
+    choose_experts(T, 0);
+    multiply_experts(w.gate, F, a_.h, true, T, a_.hidden.data);
+    multiply_experts(w.up, F, a_.h, true, T, up_);
+    swiglu(up_, a_.hidden, T);
+}
+
+void GpuOps::moe_down_steps(const LayerWeights& layer, uint32_t T) {
+    const MoeWeights& w = here(layer).moe;
+    const Rows shared{a_.shared.data, bytes_of_rows(a_.shared, T), static_cast<uint32_t>(c_.shared_width),
+                      DType::f32};
+    multiply_experts(w.down, static_cast<uint32_t>(c_.hidden), a_.hidden, false, T, part_);
+    multiply_rows(w.shared_down, shared, T, shared_out_);
+    combine(T, DType::f32);
+}
+
+// Many rows, in tiles.
+
 void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p, uint32_t T) {
     const MoeWeights& w = here(layer).moe;
     const Rows h{a_.h.data, bytes_of_rows(a_.h, T), p.router.columns, DType::f32};
-    norm_rows(here(layer).post_norm, T, a_.h.data, h.type);
+    norm_rows(here(layer).post_norm, a_.x.as<float>(), T, a_.h.data, h.type);
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
     const Linear gate = expanded(w.shared_gate, 0), up = expanded(w.shared_up, 1);
     const uint32_t rows = block_rows(T);
     run(recorder_,
-        {.kernel = format("matmul_swiglu_%u", rows),
+        {.kernel = format("matmul_swiglu_%u%s", rows, tile_kernels_),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows)},
         args::MatmulSwiglu{matrix(gate), matrix(up), T},
@@ -178,25 +281,14 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
 void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint32_t T) {
     const MoeWeights& w = here(layer).moe;
     const size_t rounded = size_t{T} * p.gate.columns * sizeof(uint16_t);
-    run(recorder_,
-        {.kernel = "moe_up_choose",
-         .groups = {T, 1, 1},
-         .threads = 4 * kSimd,
-         .threadgroup = {4 * p.experts}},
-        p,
-        Buffers()
-            .read(a_.h.data, bytes_of_rows(a_.h, T))
-            .read(a_.router.data, bytes_of_rows(a_.router, T))
-            .write(a_.expert.data, bytes_of_rows(a_.expert, T))
-            .write(a_.weight.data, bytes_of_rows(a_.weight, T))
-            .write(rounded_, rounded));
+    choose_experts(T, p.gate.columns);
     sort_assignments(layer, T);
     const Linear gate = expanded(w.gate, 0), up = expanded(w.up, 1);
     args::MoeUp tiles = p;
     tiles.gate = matrix(gate, c_.expert_width);
     tiles.up = matrix(up, c_.expert_width);
     run(recorder_,
-        {.kernel = format("moe_up_tiles_%u", expert_rows_),
+        {.kernel = format("moe_up_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_},
@@ -217,9 +309,9 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     const Linear down = expanded(w.down);
     args::MoeDown tiles = p;
     tiles.down = matrix(down, c_.hidden);
-    const size_t part = size_t{T} * K * D * sizeof(uint16_t), shared = size_t{T} * D * sizeof(float);
+    const size_t part = size_t{T} * K * D * sizeof(uint16_t);
     run(recorder_,
-        {.kernel = format("moe_down_tiles_%u", expert_rows_),
+        {.kernel = format("moe_down_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
          .indirect = grids_ + 3},
@@ -232,14 +324,7 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
             .write(part_, part));
     const Rows hidden{a_.shared.data, bytes_of_rows(a_.shared, T), p.shared_down.columns, DType::f32};
     multiply(w.shared_down, hidden, T, shared_out_);
-    run(recorder_, {.kernel = "moe_down_combine", .groups = {ceil_div(D, kSimds * kSimd), T, 1}},
-        args::MoeCombine{D, K},
-        Buffers()
-            .read(part_, part)
-            .read(a_.weight.data, bytes_of_rows(a_.weight, T))
-            .read(shared_out_, shared)
-            .read(a_.shared_gate.data, bytes_of_rows(a_.shared_gate, T))
-            .update(a_.x.data, bytes_of_rows(a_.x, T)));
+    combine(T, DType::bf16);
 }
 
 }  // namespace lily

@@ -18,7 +18,13 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
+      tile_kernels_(options.tiles != "simdgroup" && device_->tensor_operations() ? kTensorKernels : ""),
       recorder_(*device_, options.concurrent) {
+    LILY_CHECK(
+        DeviceError, options.tiles != "tensor" || device_->tensor_operations(),
+        "option tiles: wanted tensor operations, which %s, or its library of kernels, does not have. Use "
+        "tiles=\"auto\".",
+        device_->name().c_str());
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
@@ -30,7 +36,9 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #undef LILY_FIELD
     tokens_ = reinterpret_cast<int32_t*>(scratch(T));
     turns_ = scratch(T * c.rotary_dim);
-    rounded_ = scratch((T * std::max<int64_t>(c.hidden, c.value_heads * c.value_dim) + 1) / 2);
+    const int64_t widest = std::max(c.hidden, c.value_heads * c.value_dim);
+    rounded_ = scratch((T * widest + 1) / 2);
+    if (!options_.fused_norm) normed_ = scratch(T * widest);
     allocate_experts();
     sequence_list_ =
         reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
@@ -174,6 +182,7 @@ int64_t GpuOps::number_of(const Segment& s) const {
 }
 
 void GpuOps::embed(const Linear&, const Batch& batch) {
+    recorder_.begin("embed");
     if (std::exchange(embedded_, false)) return;  // sample did it
     const auto T = static_cast<uint32_t>(batch.rows);
     run(recorder_, {.kernel = "embed", .groups = {T, 1, 1}}, args::Embed{matrix(embedding_)},
@@ -184,35 +193,42 @@ void GpuOps::embed(const Linear&, const Batch& batch) {
 }
 
 void GpuOps::head(const Weights&, int first, int rows, float* logits) {
-    const args::NormProject p{{matrix(head_)}, static_cast<float>(c_.norm_epsilon)};
+    recorder_.begin("head");
+    const args::NormProject p{
+        {matrix(head_)}, static_cast<float>(c_.norm_epsilon), !options_.fused_norm, options_.fused_argmax};
     const auto D = static_cast<uint32_t>(c_.hidden);
     const auto T = static_cast<uint32_t>(rows), blocks = ceil_div(p.matrix[0].rows, args::kLogitBlock);
+    const float* x = normed(norm_, row(a_.x, first), T, normed_);
     run(recorder_, {.kernel = "head", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
         p,
         Buffers()
-            .read(row(a_.x, first), bytes_of_rows(a_.x, rows))
-            .read(norm_)
+            .read(x, bytes_of_rows(a_.x, rows))
+            .norm(norm_, p.normed)
             .weights(head_)
             .write(logits, size_t{T} * p.matrix[0].rows * sizeof(float))
-            .write(best_, size_t{T} * blocks * sizeof(uint32_t)));
-    best_of_ = rows == 1 ? logits : nullptr;
+            .write(best_, p.best ? size_t{T} * blocks * sizeof(uint32_t) : 0));
+    best_of_ = rows == 1 && p.best ? logits : nullptr;
 }
 
 void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("gdn_in");
     const GdnWeights& w = here(layer).gdn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
     if (tiled(batch))
         return project(here(layer).input_norm, T,
                        {{&w.in_qkv, &a_.qkv}, {&w.in_z, &a_.z}, {&w.in_b, &a_.b}, {&w.in_a, &a_.a}});
     const args::NormProject p{{matrix(w.in_qkv), matrix(w.in_z), matrix(w.in_b), matrix(w.in_a)},
-                              static_cast<float>(c_.norm_epsilon)};
+                              static_cast<float>(c_.norm_epsilon),
+                              !options_.fused_norm,
+                              0};
+    const float* x = normed(here(layer).input_norm, a_.x.as<float>(), T, normed_);
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
         {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
         Buffers()
-            .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(here(layer).input_norm)
+            .read(x, bytes_of_rows(a_.x, T))
+            .norm(here(layer).input_norm, p.normed)
             .weights(w.in_qkv)
             .weights(w.in_z)
             .weights(w.in_b)
@@ -224,20 +240,21 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
 }
 
 void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("gdn_out");
     const Linear& out = here(layer).gdn.out;
+    const Tensor& norm = here(layer).gdn.norm;
     const auto T = static_cast<uint32_t>(batch.rows);
     const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]),
                          static_cast<uint32_t>(c_.value_dim), static_cast<float>(c_.norm_epsilon)};
     if (tiled(batch)) {
-        const size_t bytes = size_t{T} * p.out.columns * sizeof(uint16_t);
-        run(recorder_, {.kernel = "gated_norm_rows", .groups = {T, 1, 1}},
-            args::NormRows{p.out.columns, p.y_stride, p.head_dim, p.epsilon},
-            Buffers()
-                .read(a_.y.data, bytes_of_rows(a_.y, T))
-                .read(a_.z.data, bytes_of_rows(a_.z, T))
-                .read(here(layer).gdn.norm)
-                .write(rounded_, bytes));
-        return multiply(out, {rounded_, bytes, p.out.columns, DType::bf16}, T, a_.x.as<float>(), true);
+        const Rows h{rounded_, size_t{T} * p.out.columns * sizeof(uint16_t), p.out.columns, DType::bf16};
+        gated_norm_rows(norm, T, rounded_, h.type);
+        return multiply(out, h, T, a_.x.as<float>(), true);
+    }
+    if (!options_.fused_norm) {
+        const Rows h{normed_, size_t{T} * p.out.columns * sizeof(float), p.out.columns, DType::f32};
+        gated_norm_rows(norm, T, normed_, h.type);
+        return multiply_rows(out, h, T, a_.x.as<float>(), true);
     }
     run(recorder_,
         {.kernel = "gdn_out",
@@ -247,24 +264,29 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
             .read(a_.z.data, bytes_of_rows(a_.z, T))
-            .read(here(layer).gdn.norm)
+            .read(norm)
             .weights(out)
             .update(a_.x.data, bytes_of_rows(a_.x, T)));
 }
 
 void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("attn_in");
     const AttentionWeights& w = here(layer).attn;
     const auto T = static_cast<uint32_t>(batch.rows), D = static_cast<uint32_t>(c_.hidden);
     if (tiled(batch))
         return project(here(layer).input_norm, T, {{&w.q, &a_.qg}, {&w.k, &a_.k}, {&w.v, &a_.v}});
-    const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)}, static_cast<float>(c_.norm_epsilon)};
+    const args::NormProject p{{matrix(w.q), matrix(w.k), matrix(w.v)},
+                              static_cast<float>(c_.norm_epsilon),
+                              !options_.fused_norm,
+                              0};
+    const float* x = normed(here(layer).input_norm, a_.x.as<float>(), T, normed_);
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
         {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
         Buffers()
-            .read(a_.x.data, bytes_of_rows(a_.x, T))
-            .read(here(layer).input_norm)
+            .read(x, bytes_of_rows(a_.x, T))
+            .norm(here(layer).input_norm, p.normed)
             .weights(w.q)
             .weights(w.k)
             .weights(w.v)
@@ -274,21 +296,12 @@ void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
 }
 
 void GpuOps::attn_out(const LayerWeights& layer, const Batch& batch) {
+    recorder_.begin("attn_out");
     const Linear& out = here(layer).attn.out;
     const auto T = static_cast<uint32_t>(batch.rows);
-    const args::MixOut p{matrix(out), static_cast<uint32_t>(a_.y.shape[1]), 0, 0};
-    if (tiled(batch))
-        return multiply(out, {a_.y.data, bytes_of_rows(a_.y, T), p.y_stride, DType::f32}, T, a_.x.as<float>(),
-                        true);
-    run(recorder_,
-        {.kernel = "attn_out",
-         .groups = {groups_for(2 * blocks_of(p.out)), T, 1},
-         .threadgroup = {spread_bytes(p.out.columns)}},
-        p,
-        Buffers()
-            .read(a_.y.data, bytes_of_rows(a_.y, T))
-            .weights(out)
-            .update(a_.x.data, bytes_of_rows(a_.x, T)));
+    const Rows y{a_.y.data, bytes_of_rows(a_.y, T), static_cast<uint32_t>(a_.y.shape[1]), DType::f32};
+    if (tiled(batch)) return multiply(out, y, T, a_.x.as<float>(), true);
+    multiply_rows(out, y, T, a_.x.as<float>(), true);
 }
 
 void GpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {

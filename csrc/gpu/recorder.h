@@ -20,6 +20,10 @@ class Recorder {
     // Waits for the device. The next dispatch needs no barrier.
     void finish();
 
+    // The op that the next dispatches belong to.
+    void begin(const char* op) { op_ = op; }
+    const char* op() const { return op_; }
+
     int64_t dispatches() const { return dispatches_; }
     int64_t stages() const { return stages_; }  // runs of dispatches without a barrier between them
 
@@ -28,6 +32,7 @@ class Recorder {
 
     Device& device_;
     const bool concurrent_;
+    const char* op_ = "";
     std::vector<Binding> touched_;  // since the last barrier
     int64_t dispatches_ = 0, stages_ = 0;
 };

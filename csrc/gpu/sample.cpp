@@ -64,10 +64,12 @@ const float* GpuOps::adjust(std::span<const float> logits, const Sampling& s, co
     if (!adjusted && best_of_ == logits.data()) return logits.data();
     const auto vocab = static_cast<uint32_t>(logits.size());
     const uint32_t blocks = ceil_div(vocab, args::kLogitBlock);
-    recorder_.finish();  // the host writes what an earlier draw may still read
     args::Adjust p{vocab, 0, !draw.allowed.empty(), s.repetition_penalty, 1 / s.repetition_penalty};
-    if (adjusted) p.edits = list_edits(s, draw);
-    device_->write(allowed_, draw.allowed.data(), draw.allowed.size_bytes());
+    if (adjusted) {
+        recorder_.finish();  // the host writes what an earlier draw may still read
+        p.edits = list_edits(s, draw);
+        device_->write(allowed_, draw.allowed.data(), draw.allowed.size_bytes());
+    }
     run(recorder_, {.kernel = "sample_adjust", .groups = {groups_for(blocks), 1, 1}}, p,
         Buffers()
             .read(logits.data(), logits.size_bytes())
@@ -80,6 +82,7 @@ const float* GpuOps::adjust(std::span<const float> logits, const Sampling& s, co
 }
 
 void GpuOps::sample(std::span<const float> logits, const Sampling& s, const Draw& draw) {
+    recorder_.begin("sample");
     try {
         check_draw(s, draw, logits.size());
     } catch (...) {

@@ -43,6 +43,10 @@ class Simulator final : public Device {
     }
 
     std::string name() const override { return "sim"; }
+    bool tensor_operations() const override {
+        return std::any_of(kernels_.begin(), kernels_.end(),
+                           [](const auto& kernel) { return kernel.first.ends_with(kTensorKernels); });
+    }
 
     Memory allocate(size_t bytes) override {
         const size_t whole = std::max<size_t>(64, (bytes + 63) / 64 * 64);
@@ -166,6 +170,7 @@ class Simulator final : public Device {
     // dispatch, are left out.
     void record(const Dispatch& d, const std::vector<metal::Binding>& bindings, const metal::Result& result) {
         RecordedDispatch made{.kernel = d.kernel,
+                              .op = d.op,
                               .stage = barriers_,
                               .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
                               .threads = d.threads,

@@ -344,7 +344,8 @@ def _stages(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(one) | {"ratio": one.ratio} for one in steps], indent=2))
     else:
-        print(stages.table(steps, "Qwen3.6-35B-A3B" if folder is None else str(folder)))
+        without = stages.apart(folder, contexts[0], _given(options))
+        print(stages.table(steps, without, "Qwen3.6-35B-A3B" if folder is None else str(folder)))
     return 0
 
 

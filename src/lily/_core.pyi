@@ -108,6 +108,10 @@ class Dispatch:
     def kernel(self) -> str: ...
 
     @property
+    def op(self) -> str:
+        """The step of the model that it belongs to."""
+
+    @property
     def stage(self) -> int:
         """Barriers before it."""
 

@@ -86,6 +86,14 @@ def step(folder: Path | None, context: int, options: Mapping[str, str]) -> Step:
     )
 
 
+def apart(folder: Path | None, context: int, options: Mapping[str, str]) -> dict[str, Step]:
+    """Record the step once without each thing that a decode step fuses, by its option; as step()."""
+    fusions = [
+        name for name, _, _, text in _core.option_list() if name.startswith("fused_") and "decode" in text
+    ]
+    return {name: step(folder, context, {**options, name: "false"}) for name in fusions}
+
+
 def contexts_of(folder: Path | None) -> list[int]:
     """Return the contexts to look at, 4K first, without those that a folder's model is not made for."""
     standard = sorted(CONTEXTS, key=lambda context: context != 4096)
@@ -134,8 +142,8 @@ def floor(config: Mapping[str, Any], context: int) -> int:
     return int(total)
 
 
-def table(steps: Sequence[Step], title: str) -> str:
-    """Lay out the stages of the first step, and the totals of all."""
+def table(steps: Sequence[Step], without: Mapping[str, Step], title: str) -> str:
+    """Lay out the stages of the first step, the totals of all, and those of the first without each fusion."""
     first = steps[0]
     lines = [
         f"One token after {first.context} of {title}, recorded dry; megabytes in whole lines of 64 bytes"
@@ -156,6 +164,12 @@ def table(steps: Sequence[Step], title: str) -> str:
             f"{one.context:8} {one.dispatches:10} {one.stages:7} {one.read / 1e6:10.2f} "
             f"{one.written / 1e6:10.2f} {one.floor / 1e6:10.2f} {one.ratio:13.4f}"
         )
+    lines += ["", f"{'after ' + str(first.context) + ', without':26} {'dispatches':>10} {'stages':>7} "]
+    lines[-1] += f"{'MB read':>10} {'MB written':>10}"
+    for name, one in without.items():
+        lines.append(
+            f"{name:26} {one.dispatches:10} {one.stages:7} {one.read / 1e6:10.2f} {one.written / 1e6:10.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -171,16 +185,15 @@ def tokens(text: str) -> int:
 
 
 def _by_kernel(recorded: Sequence[_core.Dispatch]) -> Iterator[Stage]:
-    """Add up the dispatches of each kernel, in the order of the ops."""
-    first_of_stage = {d.stage: d.kernel for d in reversed(recorded)}
-    kernels = {d.kernel: _op_of(d.kernel) for d in recorded}
-    for kernel in sorted(kernels, key=lambda name: (*OPS, kernels[name]).index(kernels[name])):
-        mine = [d for d in recorded if d.kernel == kernel]
+    """Add up the dispatches of each kernel of an op, in the order of the ops."""
+    first_of_stage = {d.stage: (d.op, d.kernel) for d in reversed(recorded)}
+    for op, kernel in sorted({(d.op, d.kernel): None for d in recorded}, key=lambda key: OPS.index(key[0])):
+        mine = [d for d in recorded if (d.op, d.kernel) == (op, kernel)]
         yield Stage(
-            op=kernels[kernel],
+            op=op,
             kernel=kernel,
             dispatches=len(mine),
-            stages=sum(first == kernel for first in first_of_stage.values()),
+            stages=sum(first == (op, kernel) for first in first_of_stage.values()),
             read=sum(in_lines(t.reads) for d in mine for t in d.memory),
             written=sum(in_lines(t.writes) for d in mine for t in d.memory),
         )
@@ -189,10 +202,6 @@ def _by_kernel(recorded: Sequence[_core.Dispatch]) -> Iterator[Stage]:
 def in_lines(count: int) -> int:
     """Round bytes up to whole lines."""
     return (count + LINE - 1) // LINE * LINE
-
-
-def _op_of(kernel: str) -> str:
-    return max((op for op in OPS if kernel.startswith(op)), key=len, default="")
 
 
 def _stored(config: Mapping[str, Any], module: str, count: int) -> int:

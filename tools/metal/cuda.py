@@ -140,7 +140,7 @@ def lowered(module: str) -> str:
             variables["@msl_dynamic"] = "@msl_dynamic = external addrspace(3) global [0 x i8], align 16"
             line = line[: found.start()] + "getelementptr i8, ptr addrspace(3) @msl_dynamic, i64 0"
         lines.append(line)
-    first = next(i for i, line in enumerate(lines) if line.startswith("define "))
+    first = next((i for i, line in enumerate(lines) if line.startswith("define ")), len(lines))
     return "\n".join([*lines[:first], *variables.values(), "", *lines[first:]])
 
 
