@@ -127,8 +127,8 @@ def _add_serve(commands: Any, model: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="whether it thinks first by default"
     )
-    serve.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests that run in turns")
-    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait")
+    serve.add_argument("--max-active", type=int, default=8, metavar="N", help="requests that run in turns")
+    serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="requests that wait behind")
     serve.add_argument("--verbose", action="store_true", help="log requests, without their text, to stderr")
     serve.set_defaults(command=_serve)
 
@@ -194,8 +194,8 @@ def _given(options: argparse.Namespace) -> dict[str, str]:
     return settings
 
 
-def _load(options: argparse.Namespace) -> "lily.Model":
-    settings: dict[str, Any] = _given(options)
+def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
+    settings: dict[str, Any] = {**_given(options), **capacity}
     if options.threads is not None:
         settings["threads"] = options.threads
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
@@ -275,11 +275,10 @@ def _serve(options: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     settings = {
-        name: getattr(options, name)
-        for name in ("host", "port", "allow_public", "strict_model", "thinking", "concurrency", "queue")
+        name: getattr(options, name) for name in ("host", "port", "allow_public", "strict_model", "thinking")
     }
     demo = options.model is None
-    with _load(options) as model:
+    with _load(options, max_active=options.max_active, max_waiting=options.max_waiting) as model:
         server = Server(
             model,
             api_key=options.api_key or os.environ.get("LILY_API_KEY") or None,
