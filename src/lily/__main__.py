@@ -123,6 +123,7 @@ def _add_serve(commands: Any, model: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--served-model-name", metavar="NAME", help="the model's name in /v1/models")
     serve.add_argument("--strict-model", action="store_true", help="refuse requests that name another model")
+    serve.add_argument("--prefix", metavar="FILE", help="a saved prefix that prompts may begin with")
     serve.add_argument("--max-tokens", type=int, metavar="N", help="cut an answer after N tokens by default")
     serve.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="whether it thinks first by default"
@@ -275,7 +276,8 @@ def _serve(options: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     settings = {
-        name: getattr(options, name) for name in ("host", "port", "allow_public", "strict_model", "thinking")
+        name: getattr(options, name)
+        for name in ("host", "port", "allow_public", "strict_model", "thinking", "prefix")
     }
     demo = options.model is None
     with _load(options, max_active=options.max_active, max_waiting=options.max_waiting) as model:

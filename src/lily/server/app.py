@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
+from lily.errors import PrefixMismatchError
 from lily.model import Model
 from lily.scheduler import Place
 from lily.server.anthropic import CountTokens, Messages
@@ -41,7 +42,7 @@ class App:
     """An ASGI application that answers with a model."""
 
     def __init__(self, model: Model, config: Config) -> None:
-        """Serve a model, which stays the caller's to close."""
+        """Serve a model, which stays the caller's to close. Raises PrefixFileError for config.prefix."""
         self.model = model
         self.config = config
         self.metrics = Metrics()
@@ -49,6 +50,7 @@ class App:
         self.name = config.name or model._engine.name
         self.ending: Callable[[], bool] = lambda: False  # whether the server is about to end
         self._started = now()
+        self._hold_prefix()
         dialects = dialects_of(config, model)
         routes: list[BaseRoute] = [self._route(dialect) for dialect in dialects]
         routes.append(self._count_route(CountTokens(config)))
@@ -60,6 +62,16 @@ class App:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
         ]
         self._router = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
+
+    def _hold_prefix(self) -> None:
+        """Have the cache hold the prefix that prompts may begin with."""
+        path = self.config.prefix
+        if path is None:
+            return
+        try:
+            self.model.load_prefix(path).remember()
+        except PrefixMismatchError as error:
+            _log.warning("%s; prompts are taken in anew", error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""

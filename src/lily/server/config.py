@@ -1,6 +1,7 @@
 """How a server is set up."""
 
 import ipaddress
+import os
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ class Config:
     allowed_origins: of web pages elsewhere that may use it, "https://example.org"; "*" for any.
     name: str, the model's name in /v1/models; by default its folder's.
     strict_model: bool, whether a request that names another model is refused.
+    prefix: str or path of a file that Prefix.save wrote, which prompts may begin with; None for none.
     max_tokens: int, where an answer is cut whose request doesn't say; None for the model's own limit.
     thinking: bool, whether answers begin with thoughts if the request doesn't say; None for the template's.
     body_bytes: int, the longest body.  depth: int, the deepest JSON.  messages: int, the most in a request;
@@ -32,6 +34,7 @@ class Config:
     allowed_origins: tuple[str, ...] = ()
     name: str | None = None
     strict_model: bool = False
+    prefix: str | os.PathLike[str] | None = None
     max_tokens: int | None = None
     thinking: bool | None = None
     body_bytes: int = 32 * 2**20

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lily.completion import Chunk, Completion
+from lily.completion import Chunk, Completion, Usage
 from lily.server.config import Config
 from lily.server.errors import ApiError, invalid, unsupported
 
@@ -207,9 +207,14 @@ def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": done[0].usage.cached_tokens},
+        "prompt_tokens_details": prompt_details(done[0].usage),
         "completion_tokens_details": {"reasoning_tokens": sum(each.usage.reasoning_tokens for each in done)},
     }
+
+
+def prompt_details(usage: Usage) -> dict[str, int]:
+    """Return what was there of a prompt, and what was written with an earlier answer's own tokens."""
+    return {"cached_tokens": usage.cached_tokens, "spliced_tokens": usage.spliced_tokens}
 
 
 def now() -> int:
