@@ -5,6 +5,10 @@ class LilyError(RuntimeError):
     """Base of every error that is Lily's own."""
 
 
+class UnsupportedPlatformError(LilyError):
+    """Lily's core can't be loaded here: another system, processor or Python than it was built for."""
+
+
 class ModelFilesError(LilyError):
     """A checkpoint is missing, incomplete, damaged, or not one that Lily reads."""
 
