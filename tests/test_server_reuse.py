@@ -82,12 +82,6 @@ def test_usage_is_whole_whatever_was_there(url: str, dialect: str, tools: bool) 
             assert cached >= prompt - 8  # all but the answer's beginning
 
 
-def test_stream_options_may_say_nothing(url: str) -> None:
-    for options in ({}, None, {"include_usage": None}, {"include_usage": False}):
-        events = streamed(url, "chat", max_tokens=2, stream_options=options)
-        assert not any("usage" in each for each in events)
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_an_answers_own_tokens_are_counted(model: lily.Model, url: str, dialect: str) -> None:
     question = [{"role": "user", "content": f"Why is the sea {dialect}?"}]

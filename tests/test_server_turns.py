@@ -1,6 +1,8 @@
 """Whose turn it is at the server, who has left, and what it says of itself."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import make_dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -284,29 +287,49 @@ def test_prompts_are_not_logged(model: lily.Model, url: str, caplog: pytest.LogC
     assert "no concern" not in said
 
 
-def test_the_command_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
+@contextmanager
+def served(**environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command; give the process and where it answers."""
     command = [sys.executable, "-m", "lily", "serve", "--port", "0"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, env=os.environ | environment, **pipes)
     try:
         assert run.stderr is not None
         lines = [run.stderr.readline() for _ in range(2)]
-        where = lines[1].removeprefix("lily: ").partition(",")[0].removesuffix("/v1")
+        yield run, lines[1].removeprefix("lily: ").partition(",")[0].removesuffix("/v1")
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def ended(run: subprocess.Popen[str]) -> None:
+    assert run.wait(10) == 130
+    assert run.stdout is not None
+    assert run.stdout.read() == ""
+    assert run.stderr is not None
+    assert "Traceback" not in run.stderr.read()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_command_serves_and_ends(times: int) -> None:
+    """With a stream open; a second Ctrl-C does not wait for it."""
+    with served() as (run, where):
         got = plain("chat", post(where, "chat").json())
         assert got["usage"]["completion"] <= 300
         with CLIENT.stream(
             "POST", f"{where}/v1/chat/completions", json=body_of("chat", stream=True)
         ) as answer:
             next(answer.iter_lines())
-            run.send_signal(signal.SIGINT)
-        assert run.wait(10) == 130
-        assert run.stdout is not None
-        assert run.stdout.read() == ""
-        assert "Traceback" not in run.stderr.read()
-    finally:
-        run.kill()
-        run.communicate()
+            for _ in range(times):
+                run.send_signal(signal.SIGINT)
+        ended(run)
+
+
+def test_the_command_ends_while_nobody_asks() -> None:
+    with served(LILY_API_KEY="secret") as (run, where):
+        assert CLIENT.get(f"{where}/v1/models").status_code == 401
+        run.send_signal(signal.SIGINT)
+        ended(run)
 
 
 def test_it_is_an_application_of_its_own(model: lily.Model) -> None:
