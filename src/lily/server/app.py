@@ -6,6 +6,7 @@ import dataclasses
 import hmac
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
-from lily.errors import PrefixMismatchError
+from lily.errors import LilyError, PrefixMismatchError
 from lily.model import Model
 from lily.scheduler import Place
 from lily.server.anthropic import CountTokens, Messages
@@ -176,7 +177,7 @@ class App:
     async def _fail(self, exchange: Exchange, error: Exception) -> None:
         failure = of_exception(error, self.model._engine.context)
         if failure.status >= 500:
-            _log.error("%s: %s", exchange.scope["path"], type(error).__name__, exc_info=error)
+            _report(exchange.scope["path"], error)
         if exchange.status:
             raise error  # the answer has begun and can't be taken back
         body = failure.anthropic() if _is_anthropic(exchange.scope) else failure.openai()
@@ -263,7 +264,7 @@ class App:
         except Exception as error:
             failure = of_exception(error, self.model._engine.context)
             if failure.status >= 500:
-                _log.error("%s: %s", exchange.scope["path"], type(error).__name__, exc_info=error)
+                _report(exchange.scope["path"], error)
             await exchange.events(answer.error(failure))
         await exchange.end_events()
 
@@ -365,6 +366,13 @@ def dialects_of(config: Config, model: Model) -> list[Dialect]:
         return model.tokenizer.encode(text, markers=True)
 
     return [Chat(config), Completions(config, encode), Responses(config), Messages(config)]
+
+
+def _report(path: str, error: Exception) -> None:
+    """Log a failure and where it came from; its words only if they are ours: others may be a prompt's."""
+    said = str(error) if isinstance(error, LilyError) else ""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("%s: %s: %s\n%s", path, type(error).__name__, said, where)
 
 
 def _shutting_down() -> ApiError:
