@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 import lily
+from lily.scheduler import Scheduler
 from scripted import Scripted
 
 # One for all: to make one takes a tenth of a second, for certificates that nobody asks for.
@@ -53,6 +54,18 @@ def quick(model: lily.Model, answer: str | list[int], hold_at: int | None = None
         yield forced
     finally:
         engine._session = session
+
+
+@contextmanager
+def queue(model: lily.Model, active: int, waiting: int = 64) -> Iterator[Scheduler]:
+    """Let so many requests of a model take part, and so many wait."""
+    scheduler = model._engine.scheduler
+    before = scheduler.most_active, scheduler.most_waiting
+    scheduler.most_active, scheduler.most_waiting = active, waiting
+    try:
+        yield scheduler
+    finally:
+        scheduler.most_active, scheduler.most_waiting = before
 
 
 def body_of(dialect: str, **more: Any) -> dict[str, Any]:

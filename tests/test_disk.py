@@ -1,5 +1,7 @@
 """States that outlive the process, in a folder of a bounded size."""
 
+import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +92,28 @@ def test_a_file_under_a_wrong_name_is_passed_over(tmp_path: Path, cold: lily.Com
     with load(tmp_path) as model:
         done = model.generate(PROMPT, **ASK)
         assert (done.tokens, done.usage.cached_tokens) == (cold.tokens, 0)
+
+
+def test_what_is_no_file_of_its_own_is_passed_over(tmp_path: Path, cold: lily.Completion) -> None:
+    """Links, also to a good file elsewhere, pipes, folders and names that lead out of the folder."""
+    with load(tmp_path / "a") as model:
+        model.generate(PROMPT, **ASK)
+    (good,) = (file for file in files(tmp_path / "a") if file.name.startswith("400-"))
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files(tmp_path / "a"))
+    folder = tmp_path / "b" / good.parent.name
+    folder.mkdir(parents=True)
+    (folder / good.name).symlink_to(good)
+    (folder / f"300-{'0' * 40}.lily").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / f"301-{'0' * 40}.lily")
+    (folder / f"302-{'0' * 40}.lily").mkdir()
+    (folder / f"303-{'0' * 40}.lily").symlink_to("/dev/zero")
+    (folder / "..-passwd.lily").write_bytes(b"")
+    with load(tmp_path / "b", cache_dir_bytes=0) as model:
+        done = model.generate(PROMPT, **ASK)
+        assert (done.tokens, done.usage.cached_tokens) == (cold.tokens, 0)
+        assert model.cache_stats().disk_bytes == 0
+    assert good.exists()
+    assert len(list(folder.iterdir())) == 6
 
 
 def test_other_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:

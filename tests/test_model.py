@@ -1,6 +1,7 @@
 """The Python surface on the demo checkpoint: answers, streams, prefixes, limits, threads, interrupts."""
 
 import gc
+import json
 import logging
 import os
 import re
@@ -683,6 +684,25 @@ def test_warnings_are_logged_and_nothing_is_printed(
     assert "index" in caplog.text
     assert capfd.readouterr() == ("", "")
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("lily").handlers)
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Not by what works, nor by what is warned of, which logging has."""
+    with lily.Model.load(lily.DEMO) as model:
+        prefix = model.prefill(PROMPT, progress=False)
+        prefix.save(tmp_path / "a.lily")
+        prefix.generate(max_tokens=3)
+        for _ in model.stream(PROMPT, max_tokens=3, progress=True):
+            pass
+        repr(model), model.info, model.cache_stats(), model.queue_stats()
+    with lily.Model.load(lily.DEMO, kv="int8") as other, pytest.raises(lily.PrefixMismatchError):
+        other.load_prefix(tmp_path / "a.lily")
+    shutil.copytree(lily.DEMO, tmp_path / "stale", symlinks=False)
+    index = {"weight_map": {"a": "gone.safetensors"}}
+    (tmp_path / "stale" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with lily.Model.load(tmp_path / "stale") as stale:
+        assert stale._engine.tensors
+    assert capfd.readouterr() == ("", "")
 
 
 def test_after_close_everything_says_so() -> None:

@@ -1,5 +1,6 @@
 """Requests that are wrong, and requests from where none should come."""
 
+import hmac
 import re
 import socket
 import subprocess
@@ -139,6 +140,25 @@ def test_fields_that_mean_nothing_here_are_passed_over(model: lily.Model, url: s
     assert CLIENT.head(url).status_code == 200
 
 
+def test_fields_that_are_passed_over_are_logged_once(
+    model: lily.Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "lily.server")
+    more: dict[str, Any] = {"user": "my secret", "never_heard_of": ["my secret"], "temperature": 1}
+    with model.serve(background=True, port=0) as server, quick(model, "</think>Yes."):
+        for dialect in DIALECTS:
+            for _ in range(2):
+                assert post(server.url, dialect, **more).status_code == 200
+        assert post(server.url, "chat", **{f"name_{i}": i for i in range(300)}).status_code == 200
+    said = [each.getMessage() for each in caplog.records if "is passed over" in each.getMessage()]
+    for path in (PATHS[dialect] for dialect in DIALECTS):
+        for name in ("user", "never_heard_of"):
+            assert said.count(f"{path}: the field {name!r} is passed over") == 1
+    assert len(said) < 120
+    assert "temperature" not in "".join(said)
+    assert "secret" not in caplog.text
+
+
 def test_a_prompt_that_is_too_long_says_so(model: lily.Model, url: str) -> None:
     long = "word " * (model.info.context + 10)
     for dialect in DIALECTS:
@@ -178,14 +198,48 @@ def test_failures_on_the_way_are_said_before_the_end(model: lily.Model, url: str
             assert (status, error["message"]) == (500, "the device is gone")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyError("a prompt's words"), "internal_error", "internal error: KeyError"),
+        (MemoryError(), "out_of_memory", "out of memory; send a shorter prompt"),
+        (lily.MemoryLimitError("memory: too little"), "out_of_memory", "memory: too little"),
+        (lily.ModelFilesError("a file is damaged"), "model_error", "a file is damaged"),
+    ],
+)
+def test_what_would_fail_again_is_not_sent_again(
+    model: lily.Model,
+    url: str,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    code: str,
+    message: str,
+) -> None:
+    """Clients retry 5xx unless they are told not to; a bug's own words may be the prompt's."""
+    with quick(model, "</think>Yes.") as script:
+        script._draw = lambda: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+        for stream in (False, True):
+            answer = post(url, "chat", stream=stream)
+            said = events(answer.text)[-1]["error"] if stream else answer.json()["error"]
+            assert (said["code"], said["message"]) == (code, message)
+            if not stream:
+                assert answer.status_code == (503 if isinstance(error, lily.MemoryLimitError) else 500)
+                assert answer.headers["x-should-retry"] == "false"
+    assert f"/v1/chat/completions: {type(error).__name__}: " in caplog.text
+    assert "in _draw" in caplog.text or "in sample" in caplog.text  # where it came from
+    assert "words" not in caplog.text
+
+
 def test_the_default_limit_is_large_and_the_servers_own_counts(model: lily.Model, url: str) -> None:
     with quick(model, "</think>" + "word " * 700):
         got = plain("chat", post(url, "chat").json())
         assert got["finish"] == "stop"
         assert got["usage"]["completion"] > 600
         with model.serve(background=True, port=0, max_tokens=9) as server:
-            got = plain("chat", post(server.url, "chat").json())
-            assert (got["finish"], got["usage"]["completion"]) == ("length", 9)
+            for limit, want in ((None, 9), (5, 5), (12, 12)):
+                for name in ("max_tokens", "max_completion_tokens"):
+                    got = plain("chat", post(server.url, "chat", **{name: limit}).json())
+                    assert (got["finish"], got["usage"]["completion"]) == ("length", want)
 
 
 def test_the_name_of_the_model(model: lily.Model, url: str) -> None:
@@ -343,6 +397,22 @@ def test_the_command_refuses_a_public_address(monkeypatch: pytest.MonkeyPatch) -
     assert run.returncode == 2
     assert "there is no key" in run.stderr
     assert run.stdout == ""
+
+
+def test_keys_are_compared_in_constant_time(model: lily.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+
+    def watched(given: bytes, key: bytes) -> bool:
+        compared.append(given)
+        return compare(given, key)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    with model.serve(background=True, port=0, api_key="secret") as server:
+        for key in ("s", "secreT", "\u00e9", ""):
+            headers = {"x-api-key": key.encode("latin-1")}
+            assert CLIENT.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+    assert compared == [b"s", b"secreT", "\u00e9".encode(), b""]
 
 
 def test_keys(model: lily.Model) -> None:

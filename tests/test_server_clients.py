@@ -12,7 +12,7 @@ import pytest
 
 import lily
 from scripted import make_checkpoint
-from serving import CALL, PARAMETERS, QUESTION, TOOL, quick
+from serving import CALL, PARAMETERS, QUESTION, TOOL, queue, quick
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import fetches one
 pytestmark = [
@@ -62,7 +62,7 @@ def anthropic(server: Any) -> Iterator[Any]:
 
 def idle(server: Any) -> None:
     patience = time.monotonic() + 5
-    while server.app.admission.running:
+    while server.app.scheduler.active:
         assert time.monotonic() < patience, "the model is still at work"
         time.sleep(0.01)
 
@@ -233,7 +233,8 @@ def test_openai_tries_again_when_it_is_busy(model: lily.Model) -> None:
     import openai as package
 
     with (
-        model.serve(background=True, port=0, concurrency=1, queue=0) as server,
+        queue(model, 1, 0),
+        model.serve(background=True, port=0) as server,
         quick(model, SAID, hold_at=1) as script,
     ):
         with package.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:

@@ -156,7 +156,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         model._engine._session = Obedient(session, tokens, None)
         with model.serve(background=True, port=0, max_tokens=64) as server:
             yield server.url
-            assert (server.app.admission.running, server.app.admission.waiting) == (0, 0)
+            assert (server.app.scheduler.active, server.app.scheduler.waiting) == (0, 0)
         model._engine._session = session
 
 

@@ -1,6 +1,8 @@
 """Whose turn it is at the server, who has left, and what it says of itself."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import make_dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +18,6 @@ from urllib.parse import urlsplit
 import pytest
 
 import lily
-from lily.server.admission import Admission
 from scripted import make_checkpoint
 from serving import (
     CLIENT,
@@ -26,6 +28,7 @@ from serving import (
     events,
     plain,
     post,
+    queue,
     quick,
     thinking_of,
 )
@@ -72,34 +75,80 @@ def test_silence_is_filled(model: lily.Model) -> None:
             assert '"error"' not in rest.replace('"error":null', "")
 
 
-def test_first_come_first_served_and_a_full_queue_says_so(model: lily.Model) -> None:
+def test_first_come_first_served_and_a_full_queue_says_so(
+    model: lily.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes while the first is at work is served in the order of coming, whatever threads do."""
     order: list[int] = []
+    engine = model._engine
+    begin = engine.take_in_prompt
+
+    def noted(request: Any, *more: Any) -> Any:
+        order.append(request.sampling.seed)
+        return begin(request, *more)
+
+    monkeypatch.setattr(engine, "take_in_prompt", noted)
     with (
-        model.serve(background=True, port=0, concurrency=1, queue=2) as server,
+        queue(model, 1, 5) as scheduler,
+        model.serve(background=True, port=0) as server,
         ThreadPoolExecutor(8) as pool,
+        quick(model, "</think>Yes.", hold_at=0) as script,  # before there is a chunk to be slow with
     ):
-        admission = server.app.admission
+        asked = []
+        for i in range(6):
+            asked.append(pool.submit(post, server.url, "chat", stream=i % 2 == 0, seed=i))
+            until(lambda i=i: scheduler.active + scheduler.waiting == i + 1)
+        for dialect in DIALECTS:
+            answer = post(server.url, dialect, stream=True)
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.headers["x-should-retry"] == "true"
+        health = CLIENT.get(f"{server.url}/health").json()
+        assert (health["running"], health["waiting"]) == ("1", "5")
+        script.release.set()
+        assert [each.result(10).status_code for each in asked] == [200] * 6
+        assert order == list(range(6))
+        until(lambda: scheduler.active == 0)
+        assert scheduler.waiting == 0
 
-        def ask(i: int) -> int:
-            status = post(server.url, "chat", stream=i % 2 == 0).status_code
-            order.append(i)
-            return status
 
-        with quick(model, "</think>Yes.", hold_at=1) as script:
-            asked = []
-            for i in range(3):
-                asked.append(pool.submit(ask, i))
-                until(lambda i=i: admission.running + admission.waiting == i + 1)
-            for dialect in DIALECTS:
-                answer = post(server.url, dialect, stream=True)
-                assert answer.status_code == 429
-                assert int(answer.headers["retry-after"]) >= 1
-                assert answer.headers["x-should-retry"] == "true"
-            assert CLIENT.get(f"{server.url}/health").json()["waiting"] == "2"
-            script.release.set()
-            assert [each.result(10) for each in asked] == [200, 200, 200]
-        assert order == [0, 1, 2]
-        assert (admission.running, admission.waiting) == (0, 0)
+def test_several_answers_to_a_request_have_one_place(model: lily.Model) -> None:
+    """The second of them does not line up again, and is not refused when others wait."""
+    with (
+        queue(model, 1, 1) as scheduler,
+        model.serve(background=True, port=0) as server,
+        ThreadPoolExecutor(2) as pool,
+        quick(model, "</think>Yes.", hold_at=0) as script,
+    ):
+        first = pool.submit(post, server.url, "chat", n=3)
+        assert script.waits.wait(5)
+        second = pool.submit(post, server.url, "chat")
+        until(lambda: scheduler.waiting == 1)
+        script.release.set()
+        assert len(first.result(10).json()["choices"]) == 3
+        assert second.result(10).status_code == 200
+
+
+def test_what_there_is_no_memory_for_is_refused_before_any_is_taken(
+    model: lily.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the room for states of a much smaller machine; streams are refused before they begin, too."""
+    engine = model._engine
+    monkeypatch.setattr(engine.scheduler, "limit", engine.bytes_for(600))
+    long = {"messages": [{"role": "user", "content": "word " * 2000}], "max_tokens": 5}
+    with model.serve(background=True, port=0) as server:
+        assert post(server.url, "chat", max_tokens=5).status_code == 200
+        before = engine.session.state_bytes
+        engine.session.reset_state_peak()
+        for dialect in DIALECTS:
+            for stream in (True, False):
+                body = {"input": "word " * 2000} if dialect == "responses" else long
+                answer = post(server.url, dialect, stream=stream, **body)
+                assert answer.status_code == 503
+                assert answer.headers["x-should-retry"] == "false"
+                assert "memory: this request needs" in answer.json()["error"]["message"]
+        assert engine.session.state_peak == before
+        assert post(server.url, "chat", max_tokens=5).status_code == 200
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -109,8 +158,7 @@ def test_who_leaves_is_not_worked_for(
     model: lily.Model, url: str, dialect: str, stream: bool, hold_at: int
 ) -> None:
     """In the first token's draw and later, in a stream and before a whole answer."""
-    with model.serve(background=True, port=0, concurrency=1) as server:
-        admission = server.app.admission
+    with queue(model, 1) as scheduler, model.serve(background=True, port=0) as server:
         with quick(model, "</think>" + "word " * 500, hold_at=hold_at) as script:
             body = json.dumps(body_of(dialect, stream=stream)).encode()
             address = urlsplit(server.url)
@@ -120,7 +168,7 @@ def test_who_leaves_is_not_worked_for(
             assert script.waits.wait(5)
             waiting = threading.Thread(target=lambda: post(server.url, "chat", max_tokens=1))
             waiting.start()
-            until(lambda: admission.waiting == 1)
+            until(lambda: scheduler.waiting == 1)
             connected = server._server.server_state.connections
             connection.close()
             until(lambda: len(connected) == 1)  # who waits
@@ -129,7 +177,7 @@ def test_who_leaves_is_not_worked_for(
             waiting.join(5)
             assert not waiting.is_alive()
             assert script.drawn <= hold_at + 4
-        assert (admission.running, admission.waiting) == (0, 0)
+        assert (scheduler.active, scheduler.waiting) == (0, 0)
         assert server.app.metrics.cancelled == 1
 
 
@@ -146,7 +194,7 @@ def test_who_leaves_a_fast_stream_is_noticed(model: lily.Model, dialect: str) ->
                     read = answer.iter_lines()
                     for _ in range(lines):
                         next(read)
-                until(lambda: server.app.admission.running == 0)
+                until(lambda: server.app.scheduler.active == 0)
                 assert script.drawn < 1500
         assert server.app.metrics.cancelled == 5
 
@@ -154,60 +202,28 @@ def test_who_leaves_a_fast_stream_is_noticed(model: lily.Model, dialect: str) ->
 def test_who_leaves_while_the_prompt_is_taken_in(model: lily.Model) -> None:
     """The core stops within a layer of a chunk; who waits leaves the queue at once."""
     long = body_of("chat", messages=[{"role": "user", "content": "word " * 3000}], stream=True)
-    with model.serve(background=True, port=0, concurrency=1) as server:
-        admission = server.app.admission
+    with queue(model, 1) as scheduler, model.serve(background=True, port=0) as server:
         for _ in range(2):
             with CLIENT.stream("POST", f"{server.url}/v1/chat/completions", json=long) as answer:
                 assert answer.status_code == 200
-                until(lambda: admission.running == 1)
-            until(lambda: admission.running == 0)
+                until(lambda: scheduler.active == 1)
+            until(lambda: scheduler.active == 0)
         assert plain("chat", post(server.url, "chat", max_tokens=2).json())["finish"] == "length"
 
 
 def test_who_waits_may_leave(model: lily.Model) -> None:
-    with model.serve(background=True, port=0, concurrency=1) as server:
-        admission = server.app.admission
+    with queue(model, 1) as scheduler, model.serve(background=True, port=0) as server:
         with quick(model, "</think>Yes.", hold_at=1) as script, ThreadPoolExecutor(1) as pool:
             first = pool.submit(post, server.url, "chat")
             assert script.waits.wait(5)
             with CLIENT.stream(
                 "POST", f"{server.url}/v1/chat/completions", json=body_of("chat", stream=True)
             ):
-                until(lambda: admission.waiting == 1)
-            until(lambda: admission.waiting == 0)
+                until(lambda: scheduler.waiting == 1)
+            until(lambda: scheduler.waiting == 0)
             script.release.set()
             assert first.result(5).status_code == 200
-        assert admission.running == 0
-
-
-def test_a_turn_that_comes_as_its_owner_leaves_goes_on() -> None:
-    import asyncio
-
-    async def run() -> None:
-        admission = Admission(1, 10)
-        inside, out = asyncio.Event(), asyncio.Event()
-
-        async def hold() -> None:
-            async with admission.turn():
-                inside.set()
-                await out.wait()
-
-        async def take() -> None:
-            async with admission.turn():
-                pass
-
-        first = asyncio.ensure_future(hold())
-        await inside.wait()
-        second, third = asyncio.ensure_future(take()), asyncio.ensure_future(take())
-        await asyncio.sleep(0)
-        out.set()
-        await first
-        second.cancel()  # its turn has come, and it has not run yet
-        await asyncio.wait({second, third})
-        assert (admission.running, admission.waiting) == (0, 0)
-        assert third.exception() is None
-
-    asyncio.run(run())
+        assert scheduler.active == 0
 
 
 def test_the_server_ends_with_a_word_to_those_it_serves(model: lily.Model) -> None:
@@ -247,12 +263,13 @@ def test_metrics(model: lily.Model) -> None:
     assert lines["lily_time_to_first_token_seconds_count"] == "1"
     assert float(lines["lily_resident_bytes"]) > 1e6
     assert lines["lily_requests_running"] == "0.0"
+    assert 0 < float(lines["lily_state_bytes"]) <= float(lines["lily_state_limit_bytes"])
     assert "secret" not in answer.text
 
 
 def test_what_a_cache_holds_is_among_the_metrics(model: lily.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = make_dataclass("CacheStats", [("bytes", int), ("hits", int)])(bytes=7, hits=2)
-    monkeypatch.setattr(model, "cache_stats", lambda: stats, raising=False)
+    monkeypatch.setattr(model, "cache_stats", lambda: stats)
     with model.serve(background=True, port=0) as server:
         text = CLIENT.get(f"{server.url}/metrics").text
     assert "\nlily_cache_bytes 7.0\n" in text
@@ -270,29 +287,49 @@ def test_prompts_are_not_logged(model: lily.Model, url: str, caplog: pytest.LogC
     assert "no concern" not in said
 
 
-def test_the_command_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
+@contextmanager
+def served(**environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command; give the process and where it answers."""
     command = [sys.executable, "-m", "lily", "serve", "--port", "0"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, env=os.environ | environment, **pipes)
     try:
         assert run.stderr is not None
         lines = [run.stderr.readline() for _ in range(2)]
-        where = lines[1].removeprefix("lily: ").partition(",")[0].removesuffix("/v1")
+        yield run, lines[1].removeprefix("lily: ").partition(",")[0].removesuffix("/v1")
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def ended(run: subprocess.Popen[str]) -> None:
+    assert run.wait(10) == 130
+    assert run.stdout is not None
+    assert run.stdout.read() == ""
+    assert run.stderr is not None
+    assert "Traceback" not in run.stderr.read()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_command_serves_and_ends(times: int) -> None:
+    """With a stream open; a second Ctrl-C does not wait for it."""
+    with served() as (run, where):
         got = plain("chat", post(where, "chat").json())
         assert got["usage"]["completion"] <= 300
         with CLIENT.stream(
             "POST", f"{where}/v1/chat/completions", json=body_of("chat", stream=True)
         ) as answer:
             next(answer.iter_lines())
-            run.send_signal(signal.SIGINT)
-        assert run.wait(10) == 130
-        assert run.stdout is not None
-        assert run.stdout.read() == ""
-        assert "Traceback" not in run.stderr.read()
-    finally:
-        run.kill()
-        run.communicate()
+            for _ in range(times):
+                run.send_signal(signal.SIGINT)
+        ended(run)
+
+
+def test_the_command_ends_while_nobody_asks() -> None:
+    with served(LILY_API_KEY="secret") as (run, where):
+        assert CLIENT.get(f"{where}/v1/models").status_code == 401
+        run.send_signal(signal.SIGINT)
+        ended(run)
 
 
 def test_it_is_an_application_of_its_own(model: lily.Model) -> None:
@@ -316,6 +353,7 @@ def test_a_model_that_is_closed_is_not_healthy(tmp_path_factory: pytest.TempPath
         model.close()
         assert CLIENT.get(f"{server.url}/health").status_code == 503
         status, error = error_of(server.url, "chat")
+        assert "lily_requests_total" in CLIENT.get(f"{server.url}/metrics").text
     assert status == 500
     assert "is closed" in error["message"]
 
@@ -328,8 +366,8 @@ def test_a_port_that_is_taken(model: lily.Model) -> None:
 def test_settings_are_checked(model: lily.Model) -> None:
     with pytest.raises(TypeError, match="prot"):
         lily.asgi(model, prot=1)
-    with pytest.raises(ValueError, match=r"^concurrency: wanted at least 1, got 0$"):
-        lily.asgi(model, concurrency=0)
+    with pytest.raises(ValueError, match=r"^depth: wanted at least 1, got 0$"):
+        lily.asgi(model, depth=0)
 
 
 def test_others_are_heard_while_a_long_body_is_read(url: str) -> None:

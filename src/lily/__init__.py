@@ -21,6 +21,7 @@ from lily.errors import (
     PrefixFileError,
     PrefixMismatchError,
     QueueFullError,
+    UnsupportedPlatformError,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolCallDelta",
+    "UnsupportedPlatformError",
     "Usage",
     "__version__",
     "asgi",
@@ -103,11 +105,25 @@ def __getattr__(name: str) -> object:
 
         value = version("lily-llm")
     elif name in _MODULES:
-        value = getattr(import_module(f"lily.{_MODULES[name]}"), name)
+        try:
+            value = getattr(import_module(f"lily.{_MODULES[name]}"), name)
+        except ImportError:
+            _check_core()
+            raise
     else:
         raise AttributeError(f"module 'lily' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _check_core() -> None:
+    """Raise UnsupportedPlatformError if it is the core that can't be imported."""
+    try:
+        import_module("lily._core")
+    except ImportError as error:
+        from lily.platforms import explained
+
+        raise explained(error) from error
 
 
 def __dir__() -> list[str]:

@@ -123,12 +123,13 @@ def _add_serve(commands: Any, model: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--served-model-name", metavar="NAME", help="the model's name in /v1/models")
     serve.add_argument("--strict-model", action="store_true", help="refuse requests that name another model")
+    serve.add_argument("--prefix", metavar="FILE", help="a saved prefix that prompts may begin with")
     serve.add_argument("--max-tokens", type=int, metavar="N", help="cut an answer after N tokens by default")
     serve.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, help="whether it thinks first by default"
     )
-    serve.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests that run in turns")
-    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait")
+    serve.add_argument("--max-active", type=int, default=8, metavar="N", help="requests that run in turns")
+    serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="requests that wait behind")
     serve.add_argument("--verbose", action="store_true", help="log requests, without their text, to stderr")
     serve.set_defaults(command=_serve)
 
@@ -194,8 +195,8 @@ def _given(options: argparse.Namespace) -> dict[str, str]:
     return settings
 
 
-def _load(options: argparse.Namespace) -> "lily.Model":
-    settings: dict[str, Any] = _given(options)
+def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
+    settings: dict[str, Any] = {**_given(options), **capacity}
     if options.threads is not None:
         settings["threads"] = options.threads
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
@@ -276,10 +277,10 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
     settings = {
         name: getattr(options, name)
-        for name in ("host", "port", "allow_public", "strict_model", "thinking", "concurrency", "queue")
+        for name in ("host", "port", "allow_public", "strict_model", "thinking", "prefix")
     }
     demo = options.model is None
-    with _load(options) as model:
+    with _load(options, max_active=options.max_active, max_waiting=options.max_waiting) as model:
         server = Server(
             model,
             api_key=options.api_key or os.environ.get("LILY_API_KEY") or None,

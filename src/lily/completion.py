@@ -197,11 +197,12 @@ class Stream(Iterator[Chunk]):
     def __init__(self, engine: "Engine", request: Request) -> None:
         """Set a generation up; Model.stream and Prefix.stream make one."""
         self._request = request
+        self._needed = engine.bytes_for(request.prompt_tokens + request.max_tokens)
         self._written = _Written(
             logprobs=None if request.top_logprobs is None else [],
             calls=CallReader(request.tools) if request.tools else None,
         )
-        self._chunks = _write(engine, request, self._written)
+        self._chunks = _write(engine, request, self._needed, self._written)
 
     def __iter__(self) -> "Stream":
         """Return itself."""
@@ -223,6 +224,15 @@ class Stream(Iterator[Chunk]):
         """Show how far it is."""
         written = self._written
         return f"<lily.Stream: {len(written.tokens)} tokens, {written.finish_reason or 'unfinished'}>"
+
+    def take_place(self, place: Place) -> None:
+        """Have it wait and take part in a place that is the caller's to leave, perhaps with others in turn.
+
+        Raises MemoryLimitError if it needs more memory than there may be.
+        """
+        place.scheduler.check(self._needed)
+        place.needed = max(place.needed, self._needed)
+        self._written.place = place
 
     def cancel(self) -> None:
         """Have the generation end with the token, or the part of the prompt, that it is at.
@@ -283,6 +293,7 @@ class _Written:
     handed_out: int, how many of the tokens have gone into a chunk; the text of the others is not certain yet.
     found_tokens: int, how many of the prompt's tokens the cache had.
     deadline: float, of time.monotonic(), once the work has begun.
+    place: where it stands in the queue, if somebody has lined up for it.
 
     Apart from Stream: a generator that knew its stream would be a cycle, and its state outlive the last use.
     """
@@ -299,6 +310,7 @@ class _Written:
     cancelled: bool = False
     found_tokens: int = 0
     deadline: float | None = None
+    place: Place | None = None
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -348,16 +360,22 @@ class _CancelledError(Exception):
     """What ends the taking in of a prompt that nobody waits for any more."""
 
 
-def _write(engine: "Engine", request: Request, written: _Written) -> Generator[Chunk, None, None]:
+def _write(
+    engine: "Engine", request: Request, needed: int, written: _Written
+) -> Generator[Chunk, None, None]:
     asked = time.perf_counter()
     if request.timeout is not None:
         written.deadline = time.monotonic() + request.timeout
     try:
         written.check()
-        needed = engine.bytes_for(request.prompt_tokens + request.max_tokens)
-        with engine.scheduler.admit(needed, written.check) as place:
+        place = engine.scheduler.admit(needed, written.check, written.place)
+        try:
             written.queue_seconds = time.perf_counter() - asked
             yield from _answer(engine, request, written, place)
+        finally:
+            place.state = None
+            if place is not written.place:
+                place.leave()
     except _CancelledError:
         return
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ class DiskTier:
         self._files: dict[tuple[int, str], _File] = {}
         for path in self._folder.iterdir():
             if match := _NAME.fullmatch(path.name):
-                status = path.stat()
-                self._files[int(match[1]), match[2]] = _File(path, status.st_size, status.st_mtime)
+                with suppress(OSError):  # another process has just removed it
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):  # a link leads anywhere
+                        self._files[int(match[1]), match[2]] = _File(path, status.st_size, status.st_mtime)
 
     @property
     def bytes(self) -> int:

@@ -5,6 +5,10 @@ class LilyError(RuntimeError):
     """Base of every error that is Lily's own."""
 
 
+class UnsupportedPlatformError(LilyError):
+    """Lily's core can't be loaded here: another system, processor or Python than it was built for."""
+
+
 class ModelFilesError(LilyError):
     """A checkpoint is missing, incomplete, damaged, or not one that Lily reads."""
 
@@ -33,12 +37,13 @@ class QueueFullError(LilyError):
     """As many requests wait for the model as may; try again later.
 
     active, waiting: int, requests at work and in the queue.
+    retry_after: int, seconds after which there may be room, by how long the last requests took.
     """
 
-    def __init__(self, message: str, active: int, waiting: int) -> None:
+    def __init__(self, message: str, active: int, waiting: int, retry_after: int) -> None:
         """Hold the message and its numbers."""
         super().__init__(message)
-        self.active, self.waiting = active, waiting
+        self.active, self.waiting, self.retry_after = active, waiting, retry_after
 
 
 class DeadlineError(LilyError, TimeoutError):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from lily import _core
 from lily.asynchronous import AsyncStream
+from lily.cache import Hit
 from lily.completion import Completion, Stream
 from lily.engine import Engine
 from lily.progress import Report, reporter
@@ -145,6 +146,19 @@ class Prefix:
         from lily import saved
 
         saved.write(path, self._engine, self.tokens, self._states(), self._pinned)
+
+    def remember(self) -> None:
+        """Have the model's cache hold it, so that prompts which begin with its tokens go on from there.
+
+        Its checkpoints serve those that begin with a part. Does nothing where there is no cache, or no room
+        in it. Raises LilyError after the model's close().
+        """
+        _ = self._engine.session
+        if (cache := self._engine.cache) is None:
+            return
+        tokens = np.array(self.tokens, np.int32)
+        for state in self._states():
+            cache.put(tokens[: state.length], state, Hit(None, 0, follows=True, exact=True))
 
     def _states(self) -> tuple[_core.State, ...]:
         return (*self._checkpoints, self._state)

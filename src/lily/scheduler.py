@@ -7,6 +7,7 @@ before it is allocated. There is no thread of its own: requests wait in their ca
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,15 +53,19 @@ class QueueStats:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request that takes part, until release().
+    """A request's place, in the queue and then among those that take part, until leave().
 
+    needed: int, bytes, the most that its states will take.
     state: what it has written so far, once there is something.
+    waits: bool, whether it is ready to begin: one that is still being read keeps nobody behind it waiting.
     """
 
     scheduler: "Scheduler"
-    needed: int
+    needed: int = 0
     state: Held | None = None
+    waits: bool = False
     idle_since: float | None = field(default=None)
+    begun: float | None = field(default=None)
 
     def rest(self) -> None:
         """Say that a chunk was handed out, and that there is nothing to do until the next is asked for."""
@@ -70,16 +75,20 @@ class Place:
         """Say that the next chunk is asked for."""
         self.idle_since = None
 
+    def leave(self) -> None:
+        """Let the next one in; doing so twice does nothing."""
+        self.state = None
+        self.scheduler.leave(self)
+
     def __enter__(self) -> "Place":
-        """Return itself; leaving the block releases it."""
+        """Return itself; leaving the block leaves it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Let the next one in."""
-        self.state = None
-        self.scheduler.leave(self)
+        """Leave it."""
+        self.leave()
 
     @property
     def unallocated(self) -> int:
@@ -93,7 +102,10 @@ class Place:
 
 
 class Scheduler:
-    """Lets requests take part, in the order they came. Safe to call from any thread."""
+    """Lets requests take part, in the order they came. Safe to call from any thread.
+
+    Nothing is waited for with its lock held, so that an event loop may ask too.
+    """
 
     def __init__(
         self,
@@ -106,7 +118,7 @@ class Scheduler:
         """Begin with none.
 
         limit: bytes for all states.  live_bytes: what they take now.
-        make_room: asked to free so many bytes of cache; returns how many it did.
+        make_room: asked to free so many bytes of cache; returns how many it did. It may take its time.
         """
         self.most_active, self.most_waiting, self.limit = most_active, most_waiting, limit
         self._live_bytes, self._make_room = live_bytes, make_room
@@ -114,59 +126,96 @@ class Scheduler:
         self._changed = threading.Condition(threading.RLock())
         self._active: list[Place] = []
         self._queue: list[Place] = []
+        self._seconds: deque[float] = deque([1.0], maxlen=16)  # that the last ones took part
 
-    def admit(self, needed: int, check: Callable[[], None]) -> Place:
-        """Wait until a request may take part, and return its place, to be released.
+    def line_up(self) -> Place:
+        """Return a place at the queue's end, to be left; admit waits for its turn.
+
+        Raises QueueFullError if too many are there already.
+        """
+        with self._changed:
+            self.check_queue()
+            place = Place(self)
+            self._queue.append(place)
+            return place
+
+    def check_queue(self) -> None:
+        """Raise QueueFullError if one more may not line up."""
+        with self._changed:
+            active, waiting = self._at_work(), len(self._queue)
+            if active + waiting < self.most_active + self.most_waiting:
+                return
+            each = sum(self._seconds) / len(self._seconds)
+            seconds = max(1, min(60, round(each * waiting / self.most_active)))
+        raise QueueFullError(
+            f"{waiting} requests wait for the model already, behind {active} at work, and no more may; try "
+            f"again in {seconds} s, or load it with a larger max_waiting",
+            active,
+            waiting,
+            seconds,
+        )
+
+    def admit(self, needed: int, check: Callable[[], None], place: Place | None = None) -> Place:
+        """Wait until a request may take part, and return its place, to be left.
 
         needed: bytes, the most that its state will take.
         check: called several times a second while it waits; what it raises ends the waiting.
+        place: where it stands in the queue. One that takes part, for another state of as many bytes, goes on.
         Raises MemoryLimitError if the memory can't be had, QueueFullError if too many wait already.
         """
-        place = Place(self, needed)
-        with self._changed:
-            if needed > self.limit:
-                raise self._no_memory(needed, "now")
-            if self._queue or not self._may_start(place):
-                if len(self._queue) >= self.most_waiting:
-                    active, waiting = len(self._active), len(self._queue)
-                    raise QueueFullError(
-                        f"{waiting} requests wait for the model already, behind {active} at work, and no "
-                        "more may; try again later, or load it with a larger max_waiting",
-                        active,
-                        waiting,
-                    )
-                self._queue.append(place)
-                try:
-                    while self._queue[0] is not place or not self._may_start(place):
-                        check()
-                        self._changed.wait(_LOOK)
-                finally:
-                    self._queue.remove(place)
-                    self._changed.notify_all()
-            self._active.append(place)
+        self.check(needed)
+        place = place or self.line_up()
+        if place in self._active:
+            return place
+        place.needed = max(place.needed, needed)
+        place.waits = True
+        try:
+            while not self._begin(place):
+                check()
+        except BaseException:
+            self.leave(place)
+            raise
         return place
+
+    def check(self, needed: int) -> None:
+        """Raise MemoryLimitError if so many bytes can't be had whatever ends."""
+        if needed > self.limit:
+            raise self._no_memory(needed, "now")
 
     def require(self, needed: int) -> None:
         """Raise MemoryLimitError unless there are so many bytes, or the cache can be made to give them."""
-        with self._changed:
-            if needed > self.spare():
-                self._make_room(needed - self.spare())
-            if needed > self.spare():
-                raise self._no_memory(needed, "now")
+        if needed > self.spare():
+            self._make_room(needed - self.spare())
+        if needed > self.spare():
+            raise self._no_memory(needed, "now")
 
     def leave(self, place: Place) -> None:
         """Take a request out; doing so twice does nothing."""
         with self._changed:
             if place in self._active:
                 self._active.remove(place)
-                self._changed.notify_all()
+                if place.begun is not None:
+                    self._seconds.append(time.monotonic() - place.begun)
+            elif place in self._queue:
+                self._queue.remove(place)
+            self._changed.notify_all()
+
+    @property
+    def active(self) -> int:
+        """How many take part."""
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+        return sum(place.waits for place in list(self._queue))
 
     def stats(self) -> QueueStats:
         """Return the numbers of now."""
         with self._changed:
             return QueueStats(
-                active=len(self._active),
-                waiting=len(self._queue),
+                active=self.active,
+                waiting=self.waiting,
                 most_active=self.most_active,
                 most_waiting=self.most_waiting,
                 reserved_bytes=sum(place.needed for place in list(self._active)),
@@ -179,17 +228,30 @@ class Scheduler:
         with self._changed:
             return self.limit - self._live_bytes() - sum(place.unallocated for place in list(self._active))
 
-    def _may_start(self, place: Place) -> bool:
-        active = list(self._active)
-        if sum(not other.rested(_ASIDE) for other in active) >= self.most_active:
-            return False
-        missing = place.needed - self.spare()
-        if missing > 0:
-            self._make_room(missing)
+    def _at_work(self) -> int:
+        return sum(not place.rested(_ASIDE) for place in list(self._active))
+
+    def _begin(self, place: Place) -> bool:
+        """Have a request take part if it may, or else wait a little for that."""
+        with self._changed:
+            turn = next((each for each in self._queue if each.waits), None) is place
+            if not turn or self._at_work() >= self.most_active:
+                self._changed.wait(_LOOK)
+                return False
             missing = place.needed - self.spare()
-        if missing > 0 and all(other.rested(_STUCK) for other in active):
-            raise self._no_memory(place.needed, f"beside {len(active)} unfinished streams and the prefixes")
-        return missing <= 0
+            if missing <= 0:
+                self._queue.remove(place)
+                self._active.append(place)
+                place.waits, place.begun = False, time.monotonic()
+                return True
+        self._make_room(missing)
+        with self._changed:
+            if place.needed > self.spare():
+                if all(other.rested(_STUCK) for other in self._active):
+                    others = f"beside {len(self._active)} unfinished streams and the prefixes"
+                    raise self._no_memory(place.needed, others)
+                self._changed.wait(_LOOK)
+        return False
 
     def _no_memory(self, needed: int, beside: str) -> MemoryLimitError:
         return MemoryLimitError(

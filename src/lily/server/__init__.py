@@ -37,12 +37,15 @@ class Server:
     """
 
     def __init__(self, model: "Model", **settings: Any) -> None:
-        """Listen at once; model.serve makes one. Raises OSError if the port is taken."""
+        """Listen at once; model.serve makes one.
+
+        Raises OSError if the port is taken, PrefixFileError if a prefix can't be read.
+        """
         uvicorn, config = _configured(settings)
+        self.app = app = asgi(model, **settings)
         self._socket = _listen(config)
         host, port = config.host, self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self.app = app = asgi(model, **settings)
         self._server = uvicorn.Server(_uvicorn_config(uvicorn, app))
         app.ending = lambda: self._server.should_exit
         self._thread = threading.Thread(target=self._run, name="lily-server", daemon=True)

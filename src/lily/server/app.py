@@ -6,8 +6,8 @@ import dataclasses
 import hmac
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,8 +17,9 @@ from starlette.routing import BaseRoute, Route
 
 from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
+from lily.errors import LilyError, PrefixMismatchError
 from lily.model import Model
-from lily.server.admission import Admission
+from lily.scheduler import Place
 from lily.server.anthropic import CountTokens, Messages
 from lily.server.chat import Chat
 from lily.server.completions import Completions
@@ -42,14 +43,15 @@ class App:
     """An ASGI application that answers with a model."""
 
     def __init__(self, model: Model, config: Config) -> None:
-        """Serve a model, which stays the caller's to close."""
+        """Serve a model, which stays the caller's to close. Raises PrefixFileError for config.prefix."""
         self.model = model
         self.config = config
         self.metrics = Metrics()
-        self.admission = Admission(config.concurrency, config.queue)
+        self.scheduler = model._engine.scheduler
         self.name = config.name or model._engine.name
         self.ending: Callable[[], bool] = lambda: False  # whether the server is about to end
         self._started = now()
+        self._hold_prefix()
         dialects = dialects_of(config, model)
         routes: list[BaseRoute] = [self._route(dialect) for dialect in dialects]
         routes.append(self._count_route(CountTokens(config)))
@@ -61,6 +63,16 @@ class App:
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
         ]
         self._router = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
+
+    def _hold_prefix(self) -> None:
+        """Have the cache hold the prefix that prompts may begin with."""
+        path = self.config.prefix
+        if path is None:
+            return
+        try:
+            self.model.load_prefix(path).remember()
+        except PrefixMismatchError as error:
+            _log.warning("%s; prompts are taken in anew", error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -133,7 +145,7 @@ class App:
 
     def _count_route(self, dialect: CountTokens) -> Route:
         async def work(exchange: Exchange) -> None:
-            request = await self._read(dialect, exchange)
+            request = await self._read(dialect, await exchange.body())
             prompt, settings = dialect.prompt(request)
             tokens = await asyncio.to_thread(self.model.encode, prompt, **settings)
             await exchange.json({"input_tokens": len(tokens)})
@@ -165,7 +177,7 @@ class App:
     async def _fail(self, exchange: Exchange, error: Exception) -> None:
         failure = of_exception(error, self.model._engine.context)
         if failure.status >= 500:
-            _log.error("%s: %s", exchange.scope["path"], type(error).__name__, exc_info=error)
+            _report(exchange.scope["path"], error)
         if exchange.status:
             raise error  # the answer has begun and can't be taken back
         body = failure.anthropic() if _is_anthropic(exchange.scope) else failure.openai()
@@ -173,22 +185,20 @@ class App:
 
     async def _generate(self, dialect: Dialect, exchange: Exchange) -> None:
         """Answer one request for text."""
-        self.admission.check()
-        request = await self._read(dialect, exchange)
-        ask = dialect.ask(request)
-        self._name(ask)
-        exchange.extra |= ask.headers
-        streams = await asyncio.to_thread(self._prepare, ask)
-        answer = dialect.answer(request, ask)
-        if ask.stream:
-            work = self._stream(exchange, answer, streams)
-        else:
-            work = self._whole(exchange, answer, streams)
-        await exchange.until_gone(work)
-
-    async def _read(self, dialect: Dialect, exchange: Exchange) -> Any:
-        """Return a request, and refuse the fields of it that are not supported."""
+        self.scheduler.check_queue()  # a body that nobody has time for is not read
         body = await exchange.body()
+        with self.scheduler.line_up() as place:
+            request = await self._read(dialect, body)
+            ask = dialect.ask(request)
+            self._name(ask)
+            exchange.extra |= ask.headers
+            streams = await asyncio.to_thread(self._prepare, ask, place)
+            answer = dialect.answer(request, ask)
+            work = self._stream if ask.stream else self._whole
+            await exchange.until_gone(work(exchange, answer, streams, place))
+
+    async def _read(self, dialect: Dialect, body: bytes) -> Any:
+        """Return a request, and refuse the fields of it that are not supported."""
 
         def read() -> Any:
             request = decode(body, dialect.request, self.config.depth)
@@ -209,31 +219,40 @@ class App:
             )
         ask.model = ask.model or self.name
 
-    def _prepare(self, ask: Ask) -> list[Stream]:
-        """Check the generations and set them up; none of them works yet."""
+    def _prepare(self, ask: Ask, place: Place) -> list[Stream]:
+        """Check the generations and set them up, to take part one after the other; none of them works yet."""
         pairs = zip(ask.prompts, ask.settings, strict=True)
-        return [self.model.stream(prompt, **settings) for prompt, settings in pairs]
+        streams = [self.model.stream(prompt, **settings) for prompt, settings in pairs]
+        for stream in streams:
+            stream.take_place(place)
+        return streams
 
-    async def _whole(self, exchange: Exchange, answer: Answer, streams: Sequence[Stream]) -> None:
+    async def _whole(
+        self, exchange: Exchange, answer: Answer, streams: Sequence[Stream], place: Place
+    ) -> None:
         done: list[Completion] = []
-        arrived = time.monotonic()
-        async with self.admission.turn():
-            self.metrics.queue.add(time.monotonic() - arrived)
-            for stream in streams:
-                begun = time.monotonic()
-                async with _asynchronous(stream) as chunks:
-                    first = await anext(chunks, None)
-                    if first is not None:
-                        self.metrics.first_token.add(time.monotonic() - begun)
-                    done.append(await chunks.completion())
-                    self.metrics.completion(done[-1])
+        for stream in streams:
+            begun = time.monotonic()
+            async with _asynchronous(stream) as chunks:
+                if await anext(chunks, None) is not None:
+                    self._measure(stream, begun)
+                done.append(await chunks.completion())
+                self.metrics.completion(done[-1])
+        place.leave()  # whoever has the answer finds it free
         await exchange.json(answer.whole(done))
 
-    async def _stream(self, exchange: Exchange, answer: Answer, streams: Sequence[Stream]) -> None:
-        self.admission.check()
+    def _measure(self, stream: Stream, begun: float) -> None:
+        """Count the waiting for the first piece of an answer."""
+        queued = stream.so_far().timings.queue_seconds
+        self.metrics.queue.add(queued)
+        self.metrics.first_token.add(time.monotonic() - begun - queued)
+
+    async def _stream(
+        self, exchange: Exchange, answer: Answer, streams: Sequence[Stream], place: Place
+    ) -> None:
         await exchange.begin_events()
         try:
-            await self._write_events(exchange, answer, streams)
+            await self._write_events(exchange, answer, streams, place)
         except ClientGoneError:
             raise
         except asyncio.CancelledError:
@@ -245,28 +264,28 @@ class App:
         except Exception as error:
             failure = of_exception(error, self.model._engine.context)
             if failure.status >= 500:
-                _log.error("%s: %s", exchange.scope["path"], type(error).__name__, exc_info=error)
+                _report(exchange.scope["path"], error)
             await exchange.events(answer.error(failure))
         await exchange.end_events()
 
-    async def _write_events(self, exchange: Exchange, answer: Answer, streams: Sequence[Stream]) -> None:
+    async def _write_events(
+        self, exchange: Exchange, answer: Answer, streams: Sequence[Stream], place: Place
+    ) -> None:
         done: list[Completion] = []
         await exchange.events(answer.begin(streams[0].so_far().usage))
-        arrived = time.monotonic()
-        async with AsyncExitStack() as stack:
-            await self._patiently(exchange, answer, stack.enter_async_context(self.admission.turn()))
-            self.metrics.queue.add(time.monotonic() - arrived)
-            for index, stream in enumerate(streams):
-                begun: float | None = time.monotonic()
-                async with _asynchronous(stream) as chunks:
-                    while (chunk := await self._patiently(exchange, answer, anext(chunks, None))) is not None:
-                        if begun is not None:
-                            self.metrics.first_token.add(time.monotonic() - begun)
-                            begun = None
-                        await exchange.events(answer.chunk(index, chunk))
-                done.append(stream.so_far())
-                self.metrics.completion(done[-1])
-                await exchange.events(answer.end(index, done[-1]))
+        for index, stream in enumerate(streams):
+            begun: float | None = time.monotonic()
+            async with _asynchronous(stream) as chunks:
+                while (chunk := await self._patiently(exchange, answer, anext(chunks, None))) is not None:
+                    if begun is not None:
+                        self._measure(stream, begun)
+                        begun = None
+                    await exchange.events(answer.chunk(index, chunk))
+            done.append(stream.so_far())
+            self.metrics.completion(done[-1])
+            if len(done) == len(streams):
+                place.leave()
+            await exchange.events(answer.end(index, done[-1]))
         await exchange.events(answer.close(done))
 
     async def _patiently(self, exchange: Exchange, answer: Answer, work: Awaitable[Any]) -> Any:
@@ -286,22 +305,27 @@ class App:
     async def _health(self, request: Request) -> Response:
         closed = self.model._engine.closed
         state = {"status": "closed" if closed else "ok", "model": self.name}
-        state |= {"running": str(self.admission.running), "waiting": str(self.admission.waiting)}
+        state |= {"running": str(self.scheduler.active), "waiting": str(self.scheduler.waiting)}
         return JSONResponse(state, 503 if closed else 200)
 
     async def _metrics(self, request: Request) -> Response:
         gauges = {
-            "requests_running": ("Requests that use the model.", float(self.admission.running)),
-            "requests_waiting": ("Requests that wait for a turn.", float(self.admission.waiting)),
+            "requests_running": ("Requests that use the model.", float(self.scheduler.active)),
+            "requests_waiting": ("Requests that wait for a turn.", float(self.scheduler.waiting)),
             "resident_bytes": ("Memory of the process.", float(resident_bytes())),
             "weight_bytes": ("Memory of the weights.", float(self.model._engine.weight_bytes)),
         }
-        stats = getattr(self.model, "cache_stats", None)
-        if callable(stats):
+        if not self.model._engine.closed:
+            # The cache may be at work, saving a state to disk.
+            stats = await asyncio.to_thread(self.model.cache_stats)
+            queue = self.scheduler.stats()
+            gauges |= {
+                "state_bytes": ("Memory of all states.", float(queue.live_bytes)),
+                "state_limit_bytes": ("The most that they may take.", float(queue.limit_bytes)),
+            }
             gauges |= {
                 f"cache_{name}": (f"The prefix cache's {name}.", float(value))
-                for name, value in dataclasses.asdict(stats()).items()
-                if isinstance(value, int | float)
+                for name, value in dataclasses.asdict(stats).items()
             }
         return Response(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
@@ -342,6 +366,13 @@ def dialects_of(config: Config, model: Model) -> list[Dialect]:
         return model.tokenizer.encode(text, markers=True)
 
     return [Chat(config), Completions(config, encode), Responses(config), Messages(config)]
+
+
+def _report(path: str, error: Exception) -> None:
+    """Log a failure and where it came from; its words only if they are ours: others may be a prompt's."""
+    said = str(error) if isinstance(error, LilyError) else ""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("%s: %s: %s\n%s", path, type(error).__name__, said, where)
 
 
 def _shutting_down() -> ApiError:

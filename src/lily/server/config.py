@@ -1,6 +1,7 @@
 """How a server is set up."""
 
 import ipaddress
+import os
 from dataclasses import dataclass
 
 
@@ -15,9 +16,9 @@ class Config:
     allowed_origins: of web pages elsewhere that may use it, "https://example.org"; "*" for any.
     name: str, the model's name in /v1/models; by default its folder's.
     strict_model: bool, whether a request that names another model is refused.
+    prefix: str or path of a file that Prefix.save wrote, which prompts may begin with; None for none.
     max_tokens: int, where an answer is cut whose request doesn't say; None for the model's own limit.
     thinking: bool, whether answers begin with thoughts if the request doesn't say; None for the template's.
-    concurrency: int, how many requests use the model at a time, in turns.  queue: int, how many may wait.
     body_bytes: int, the longest body.  depth: int, the deepest JSON.  messages: int, the most in a request;
     tools: int, likewise.
     keep_alive: float, seconds of silence in a stream until it says that it goes on.
@@ -33,10 +34,9 @@ class Config:
     allowed_origins: tuple[str, ...] = ()
     name: str | None = None
     strict_model: bool = False
+    prefix: str | os.PathLike[str] | None = None
     max_tokens: int | None = None
     thinking: bool | None = None
-    concurrency: int = 4
-    queue: int = 64
     body_bytes: int = 32 * 2**20
     depth: int = 128
     messages: int = 10_000
@@ -57,11 +57,11 @@ class Config:
                 f"host: {self.host} can be reached from other machines, and there is no key; set api_key "
                 "(--api-key, LILY_API_KEY), or allow_public (--allow-public) if something else protects it"
             )
-        for name in ("concurrency", "body_bytes", "depth", "messages"):
+        for name in ("body_bytes", "depth", "messages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
-        if self.queue < 0 or self.keep_alive <= 0:
-            raise ValueError("queue, keep_alive: wanted numbers that are not negative")
+        if self.keep_alive <= 0:
+            raise ValueError(f"keep_alive: wanted more than 0 seconds, got {self.keep_alive}")
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ Which fields a dialect knows is declared once, in its request's Struct and its t
 table in docs/server.md is made from those.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lily.completion import Chunk, Completion
+from lily.completion import Chunk, Completion, Usage
 from lily.server.config import Config
 from lily.server.errors import ApiError, invalid, unsupported
+
+_log = logging.getLogger("lily.server")
+
+_MOST_NAMES = 100  # of fields that are passed over, to remember
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class Dialect:
     def __init__(self, config: Config) -> None:
         """Answer by a server's settings."""
         self.config = config
+        self._passed_over: set[str] = set()
 
     def ask(self, request: Any) -> Ask:
         """Return what a request asks. Raises ApiError, ValueError or TypeError."""
@@ -84,8 +90,12 @@ class Dialect:
         raise NotImplementedError
 
     def check(self, body: bytes) -> None:
-        """Refuse the fields that are not supported, by name."""
+        """Refuse the fields that are not supported, by name; log those that are passed over, each once."""
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name in fields.keys() - {*self.request.__struct_fields__, *self.refused} - self._passed_over:
+            if len(self._passed_over) < _MOST_NAMES:  # whoever asks makes them up
+                self._passed_over.add(name)
+                _log.debug("%s: the field %.60r is passed over", self.path, name)
         for name, harmless in self.refused.items():
             if name in fields:
                 value = msgspec.json.decode(fields[name])
@@ -207,9 +217,14 @@ def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": done[0].usage.cached_tokens},
+        "prompt_tokens_details": prompt_details(done[0].usage),
         "completion_tokens_details": {"reasoning_tokens": sum(each.usage.reasoning_tokens for each in done)},
     }
+
+
+def prompt_details(usage: Usage) -> dict[str, int]:
+    """Return what was there of a prompt, and what was written with an earlier answer's own tokens."""
+    return {"cached_tokens": usage.cached_tokens, "spliced_tokens": usage.spliced_tokens}
 
 
 def now() -> int:

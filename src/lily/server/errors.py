@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lily.errors import ContextError, LilyError
+from lily.errors import ContextError, LilyError, MemoryLimitError, QueueFullError
 
 _KINDS = {  # of OpenAI's API, and of Anthropic's
     400: ("invalid_request_error", "invalid_request_error"),
@@ -87,6 +87,11 @@ def of_exception(error: BaseException, context: int) -> ApiError:
         where, colon, _ = str(error).partition(": ")
         param = where if colon and " " not in where else None
         return ApiError(400, str(error) or "nested too deep", code="invalid_value", param=param)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after)})
+    if isinstance(error, MemoryLimitError):
+        # Sent again it would need as much again.
+        return ApiError(503, str(error), code="out_of_memory", headers={"x-should-retry": "false"})
     if isinstance(error, MemoryError):
         return ApiError(500, "out of memory; send a shorter prompt", code="out_of_memory")
     if isinstance(error, LilyError):

@@ -8,7 +8,7 @@ import msgspec
 
 from lily.completion import Chunk, Completion
 from lily.server.chat import MOST_TOP_LOGPROBS, first, logprob
-from lily.server.dialect import Answer, Ask, Dialect, given, now, schema_of, thinking_of
+from lily.server.dialect import Answer, Ask, Dialect, given, now, prompt_details, schema_of, thinking_of
 from lily.server.errors import ApiError, invalid, unsupported
 from lily.server.exchange import event
 
@@ -314,7 +314,7 @@ class ResponsesAnswer(Answer):
             "output": self._items,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "input_tokens_details": prompt_details(usage),
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
                 "total_tokens": usage.total_tokens,
