@@ -199,33 +199,34 @@ def test_failures_on_the_way_are_said_before_the_end(model: lily.Model, url: str
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "text", "code", "message"),
     [
-        (KeyError("a prompt's words"), "internal_error", "internal error: KeyError"),
-        (MemoryError(), "out_of_memory", "out of memory; send a shorter prompt"),
-        (lily.MemoryLimitError("memory: too little"), "out_of_memory", "memory: too little"),
-        (lily.ModelFilesError("a file is damaged"), "model_error", "a file is damaged"),
+        (KeyError, "a prompt's words", "internal_error", "internal error: KeyError"),
+        (MemoryError, "", "out_of_memory", "out of memory; send a shorter prompt"),
+        (lily.MemoryLimitError, "memory: too little", "out_of_memory", "memory: too little"),
+        (lily.ModelFilesError, "a file is damaged", "model_error", "a file is damaged"),
     ],
 )
 def test_what_would_fail_again_is_not_sent_again(
     model: lily.Model,
     url: str,
     caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    error: type[Exception],
+    text: str,
     code: str,
     message: str,
 ) -> None:
     """Clients retry 5xx unless they are told not to; a bug's own words may be the prompt's."""
     with quick(model, "</think>Yes.") as script:
-        script._draw = lambda: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+        script._draw = lambda: (_ for _ in ()).throw(error(text) if text else error())  # type: ignore[method-assign]
         for stream in (False, True):
             answer = post(url, "chat", stream=stream)
             said = events(answer.text)[-1]["error"] if stream else answer.json()["error"]
             assert (said["code"], said["message"]) == (code, message)
             if not stream:
-                assert answer.status_code == (503 if isinstance(error, lily.MemoryLimitError) else 500)
+                assert answer.status_code == (503 if error is lily.MemoryLimitError else 500)
                 assert answer.headers["x-should-retry"] == "false"
-    assert f"/v1/chat/completions: {type(error).__name__}: " in caplog.text
+    assert f"/v1/chat/completions: {error.__name__}: " in caplog.text
     assert "in _draw" in caplog.text or "in sample" in caplog.text  # where it came from
     assert "words" not in caplog.text
 
