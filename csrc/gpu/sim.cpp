@@ -97,9 +97,11 @@ class Simulator final : public Device {
     void barrier() override {
         run_waiting();
         if (barriers_++ != dropped_) stage_.clear();
+        ++stages_;
     }
     void finish() override {
         run_waiting();
+        if (!stage_.empty()) ++stages_;
         stage_.clear();
     }
     void drop_barrier(int64_t number) override { dropped_ = number < 0 ? -1 : barriers_ + number; }
@@ -171,7 +173,7 @@ class Simulator final : public Device {
     void record(const Dispatch& d, const std::vector<metal::Binding>& bindings, const metal::Result& result) {
         RecordedDispatch made{.kernel = d.kernel,
                               .op = d.op,
-                              .stage = barriers_,
+                              .stage = stages_,
                               .groups = int64_t{d.groups[0]} * d.groups[1] * d.groups[2],
                               .threads = d.threads,
                               .memory = {}};
@@ -223,6 +225,7 @@ class Simulator final : public Device {
     std::vector<Touched> stage_;
     std::optional<std::vector<RecordedDispatch>> recorded_;
     int64_t barriers_ = 0, dropped_ = -1;
+    int64_t stages_ = 0;  // begun so far: by a barrier, or by the host that waited
     std::unique_ptr<void, int (*)(void*)> handle_;
     const Library* library_ = nullptr;
     std::map<std::string, uint32_t> kernels_;
