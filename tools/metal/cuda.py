@@ -79,7 +79,7 @@ def compile(
 def _bounded(ptx: str, translations: Iterable[clang.Translation]) -> str:
     """Say how large a kernel's threadgroups get, and that so many are to fit an SM as make 512 threads.
 
-    Of a kernel that doesn't say it, the compiler takes any number of registers, and then one threadgroup fits.
+    Without it the compiler takes any number of registers, and then one threadgroup fits.
     """
     for translation in translations:
         for instance in translation.kernels.instances:

@@ -103,7 +103,7 @@ def _configured(settings: dict[str, Any]) -> tuple[Any, "Config"]:
 
 def _listen(config: "Config") -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sends at once only what it knows to be TCP; left to itself, the system holds a body back for 40 ms.
+    # Only of what it knows to be TCP does asyncio have the system send a body at once, not after 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
