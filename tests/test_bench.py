@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import load, record, speed, synthetic
+from bench import agree, load, record, speed, synthetic
 from bench.synthetic_config import describe
 
 pytestmark = pytest.mark.unsanitized
@@ -148,3 +148,18 @@ def test_speed_measures_prefill_and_decode(checkpoint: Path, capsys: pytest.Capt
     assert "'threads': '1'" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["prefill@9", "prefill@33", "decode@5"]
     assert all(float(line.split()[1]) > 0 for line in lines[1:])
+
+
+def test_texts_of_its_own_compare_ways_to_run_the_demo() -> None:
+    texts = agree.own_texts(2)
+    assert [len(text) for text in texts] == [agree.OWN_TOKENS] * 2
+    assert not np.array_equal(*texts)
+    _, same = agree.own_figures(texts, {"device": "cpu", "kv": "f32"})
+    assert [figure for _, figure in same.values()] == [100, 0, 0, pytest.approx(0, abs=1e-12)]
+    device, other = agree.own_figures(texts, {"device": "cpu", "kv": "int8"})
+    assert device.startswith("cpu")
+    agreement, difference, error, kl = (figure for _, figure in other.values())
+    assert 97 < agreement < 100
+    assert 0 < abs(difference) < 1
+    assert 0 < error < 1
+    assert 0 < kl < 0.01
