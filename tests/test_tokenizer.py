@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,26 @@ def test_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
         lily.ModelFilesError, match="wanted a byte-level BPE tokenizer, got decoder WordPiece"
     ):
         Tokenizer.load(folder)
+
+
+def test_a_long_text_does_not_stop_other_threads() -> None:
+    """Encoding 600 kB takes seconds; with the interpreter's lock held nobody else would run in them."""
+    text = "Once upon a time there was a fox. " * 18_000
+    waits, done = [], threading.Event()
+
+    def beat() -> None:
+        while not done.is_set():
+            started = time.monotonic()
+            time.sleep(0.01)
+            waits.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    started = time.monotonic()
+    tokens = TOKENIZER.encode(text)
+    taken = time.monotonic() - started
+    done.set()
+    thread.join()
+    assert max(waits) < taken / 2
+    short = TOKENIZER.encode(text[:340])
+    assert tokens[: len(short) - 2] == short[:-2]  # both ways of the library give the same
