@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lily
-from support import CHECKPOINTS
+from support import CHECKPOINTS, code_paths
 
 PROMPT = [1 + i % 150 for i in range(400)]
 ASK = {"max_tokens": 20, "seed": 1, "stop_tokens": ()}
@@ -122,6 +122,14 @@ def test_other_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:
     with lily.Model.load(str(CHECKPOINTS["small"]), cache_dir=tmp_path) as model:
         assert model.generate(PROMPT, max_tokens=1).usage.cached_tokens == 0
         assert model.cache_stats().disk_bytes == 0
+
+
+def test_other_code_paths_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    """Their sums differ in the last bits, and reuse promises the bits of a prompt taken in at once."""
+    for simd in {"plain", code_paths()[0]}:
+        with load(tmp_path, simd=simd) as model:
+            assert model.generate(PROMPT, max_tokens=1).usage.cached_tokens == 0
+            assert model.generate(PROMPT, max_tokens=1).usage.cached_tokens > 0
 
 
 @pytest.mark.unsanitized

@@ -44,7 +44,8 @@ class DiskTier:
     def __init__(self, folder: Path, budget: int, fingerprint: str) -> None:
         """Make the folder if it is not there, and see what it holds.
 
-        fingerprint: of the weights; others' files are left alone.
+        fingerprint: of the weights, and of the code that works on them, since others' bits differ; others'
+            files are left alone.
         Raises OSError if the folder can't be made or read.
         """
         self.budget = budget

@@ -138,7 +138,7 @@ class Engine:
         self.disk, self._disk_hits = None, 0
         if capacity.cache_dir is not None:
             folder = Path(capacity.cache_dir)
-            self.disk = DiskTier(folder, capacity.cache_dir_bytes, self.fingerprint)
+            self.disk = DiskTier(folder, capacity.cache_dir_bytes, f"{self.fingerprint} {session.device}")
         self.cache = PrefixCache(budget, core, save if self.disk else None) if budget > 0 else None
         self.scheduler = Scheduler(
             capacity.max_active,
