@@ -149,6 +149,14 @@ def test_a_call_that_is_cut_is_valid_and_says_so(model: lily.Model) -> None:
             assert done.tool_calls or done.text or tokens == 1
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(model: lily.Model) -> None:
+    with scripted(model, f"</think>{CALL}"):
+        done = model.generate(QUESTION, tools=[TOOL], stop="</parameter>")
+        assert (done.finish_reason, done.stop) == ("stop", "</parameter>")
+        whole = model.generate(QUESTION, tools=[TOOL], stop="beyond the call")
+        assert (whole.finish_reason, whole.stop) == ("tool_calls", None)
+
+
 def test_a_stop_string_ends_a_generation(model: lily.Model) -> None:
     with scripted(model, "beta gamma\n</think>\n\nalpha beta gamma delta") as script:
         done = model.generate(QUESTION, stop=["beta gamma", "delta"])

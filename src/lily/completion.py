@@ -340,9 +340,10 @@ class _Written:
         deltas: tuple[ToolCallDelta, ...] = ()
         if self.calls is not None:
             text, deltas = self.calls.push(text)
+            cut = self.stop is not None and self.calls.open  # by a stop string: nobody should act on it
             more, rest = self.calls.finish()
             text, deltas = text + more, deltas + rest
-            if self.calls.calls and self.finish_reason == "stop":
+            if self.calls.calls and self.finish_reason == "stop" and not cut:
                 self.finish_reason = "tool_calls"
         left = self.handed_out < len(self.tokens)
         return self._chunk(reasoning, text, deltas) if reasoning or text or deltas or left else None

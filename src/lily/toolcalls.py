@@ -105,6 +105,11 @@ class CallReader:
         """The calls so far; the last one's arguments may still be incomplete JSON."""
         return tuple(ToolCall(key, name, "".join(pieces)) for key, name, pieces in self._calls)
 
+    @property
+    def open(self) -> bool:
+        """Whether a call is being read."""
+        return self._call is not None
+
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Take text in; return the text and the pieces of calls that are certain with it."""
         self._left += text
