@@ -468,3 +468,45 @@ def test_an_answer_is_not_held_back(url: str) -> None:
             client.get(f"{url}/health")
             taken.append(time.monotonic() - started)
     assert sorted(taken)[5] < 0.03  # nor are all of them held back: the system tries the first few at once
+
+
+@pytest.fixture(scope="module")
+def demo_url() -> Iterator[str]:
+    with lily.Model.load(lily.DEMO) as loaded, loaded.serve(background=True, port=0) as server:
+        yield server.url
+
+
+def test_every_prompt_counts_once(demo_url: str) -> None:
+    """Of two prompts with two answers each."""
+    prompts = [[5], [6, 7, 8, 9]]
+    alone = [
+        httpx.post(f"{demo_url}/v1/completions", json={"prompt": each, "max_tokens": 2}).json()["usage"]
+        for each in prompts
+    ]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 2}
+    usage = httpx.post(f"{demo_url}/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == sum(each["prompt_tokens"] for each in alone) == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    streamed = httpx.post(
+        f"{demo_url}/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert events(streamed.text)[-2]["usage"]["prompt_tokens"] == 5
+
+
+def test_a_schema_without_an_end_is_the_clients_fault(demo_url: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "endless", "schema": schema}},
+    }
+    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "it can't be followed any further" in message
+    assert len(message) < 300
+
+
+def test_a_port_that_is_taken_is_named(model: lily.Model, url: str) -> None:
+    port = int(url.rpartition(":")[2])
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}: .* in use; choose another port or host"):
+        model.serve(background=True, port=port)

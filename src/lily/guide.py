@@ -105,8 +105,14 @@ class Guide:
             return None
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: (self._engine.vocab + 31) // 32]
         if self._matcher.is_error():
-            raise ValueError(f"grammar: it can't be followed any further: {self._matcher.get_error()}")
+            raise self._fault()
         return mask
+
+    def _fault(self) -> ValueError:
+        """Return what is wrong with a grammar that no text fits, or that is past the parser's limits."""
+        assert self._matcher is not None
+        reason = self._matcher.get_error().partition("\n")[0]  # behind it comes the parser's whole state
+        return ValueError(f"schema or grammar: it can't be followed any further: {reason}; make it simpler")
 
     def take(self, token: int) -> None:
         """Take a token of the text in."""
@@ -115,7 +121,10 @@ class Guide:
                 self._matcher = self._call.deep_copy()
             return
         if not self._matcher.consume_token(token):
-            raise LilyError(f"the grammar does not go on with token {token}: {self._matcher.get_error()}")
+            fault = self._fault()
+            if "doesn't satisfy" in str(fault):  # the token's fault, not the grammar's
+                raise LilyError(f"the grammar does not go on with token {token}")
+            raise fault
         if not self.constrained and self._matcher.is_stopped():
             self._matcher = None  # the call is over
 

@@ -109,9 +109,10 @@ def _listen(config: "Config") -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host.strip("[]"), config.port))
         listener.listen(128)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        where = f"{config.host}:{config.port}"
+        raise OSError(error.errno, f"{where}: {error.strerror}; choose another port or host") from None
     return listener
 
 

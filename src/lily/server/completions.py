@@ -88,14 +88,15 @@ class Completions(Dialect):
     def answer(self, request: CompletionRequest, ask: Ask) -> "CompletionAnswer":
         """Return what writes the answer."""
         options = request.stream_options
-        return CompletionAnswer(ask, bool(options and options.include_usage))
+        return CompletionAnswer(ask, request.n or 1, bool(options and options.include_usage))
 
 
 class CompletionAnswer(Answer):
     """Writes text_completion objects."""
 
-    def __init__(self, ask: Ask, include_usage: bool) -> None:
-        """Begin an answer."""
+    def __init__(self, ask: Ask, answers: int, include_usage: bool) -> None:
+        """Begin an answer; answers: to each prompt."""
+        self._answers = answers
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -138,7 +139,8 @@ class CompletionAnswer(Answer):
         """Return the usage, if it is asked for, and the end."""
         if self._include_usage:
             yield event(
-                self._head | {"choices": [], "usage": usage_of(done), "timings": timings_of(done[-1])}
+                self._head
+                | {"choices": [], "usage": usage_of(done, self._answers), "timings": timings_of(done[-1])}
             )
         yield b"data: [DONE]\n\n"
 
@@ -158,4 +160,8 @@ class CompletionAnswer(Answer):
                 "seed": each.seed,
             }
             choices.append(choice | ({"reasoning_content": each.reasoning} if each.reasoning else {}))
-        return self._head | {"choices": choices, "usage": usage_of(done), "timings": timings_of(done[-1])}
+        return self._head | {
+            "choices": choices,
+            "usage": usage_of(done, self._answers),
+            "timings": timings_of(done[-1]),
+        }

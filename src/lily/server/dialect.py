@@ -209,15 +209,21 @@ def timings_of(done: Completion) -> dict[str, Any]:
     }
 
 
-def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
-    """Return the usage of a request's generations in OpenAI's form; the prompt counts once."""
-    prompt = done[0].usage.prompt_tokens
+def usage_of(done: Sequence[Completion], answers: int | None = None) -> dict[str, Any]:
+    """Return the usage of a request's generations in OpenAI's form.
+
+    answers: to each prompt, of which every one counts once; all are to one if it is left out.
+    """
+    prompts = [each.usage for each in done[:: answers or len(done)]]
+    prompt = sum(usage.prompt_tokens for usage in prompts)
     completion = sum(each.usage.completion_tokens for each in done)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": prompt_details(done[0].usage),
+        "prompt_tokens_details": {
+            name: sum(prompt_details(usage)[name] for usage in prompts) for name in prompt_details(prompts[0])
+        },
         "completion_tokens_details": {"reasoning_tokens": sum(each.usage.reasoning_tokens for each in done)},
     }
 
