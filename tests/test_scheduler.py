@@ -35,7 +35,7 @@ class Machine:
         return freed
 
     def hold(self, place: Place, nbytes: int) -> None:
-        place.state = Held(nbytes)
+        place.note(Held(nbytes))
         self.live += nbytes
 
 
@@ -280,3 +280,27 @@ def test_a_cancelled_stream_leaves_the_queue(model: lily.Model) -> None:
         gate.set()
         for done in work:
             done.result()
+
+
+def test_a_state_is_looked_at_by_its_own_thread_alone() -> None:
+    """The core is at it meanwhile: the server crashed where another thread counted pages that were moving."""
+    owner, machine = threading.get_ident(), Machine()
+
+    class Watched:
+        @property
+        def nbytes(self) -> int:
+            assert threading.get_ident() == owner
+            return 300
+
+    with machine.scheduler.admit(400, nothing) as place:
+        place.note(Watched())
+        machine.live += 300
+
+        def other() -> int:
+            with machine.scheduler.admit(500, nothing):
+                return machine.scheduler.stats().reserved_bytes
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(other).result(timeout=10) > 0
+        place.rest()
+        assert place.unallocated == 100

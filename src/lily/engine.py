@@ -238,7 +238,7 @@ class Engine:
             self.scheduler.require(self.bytes_for(tokens.size, checkpoints=len(checkpoints)))
         grown = session.new_state() if state is None else state.fork()
         if place is not None:
-            place.state = grown
+            place.note(grown)
         made = session.extend(grown, tokens, report, interrupt, checkpoints) if tokens.size else []
         return grown, made
 
@@ -269,7 +269,7 @@ class Engine:
         if self.disk is not None and (session.grid == 1 or request.reuse != "strict"):
             hit = self._find_on_disk(self.disk, tokens, hit)
         state = session.new_state() if hit.state is None else hit.state.fork()
-        place.state = state
+        place.note(state)
         done = kept = hit.length
         if done == total and request.report is not None:
             request.report(done, done)  # all of it was there
@@ -282,6 +282,7 @@ class Engine:
                     state, tokens[done:cut], report, interrupt, [cut] if cut < total else (), total
                 )
                 done = cut
+                place.note()
                 if made or cut - kept >= (NEAR if kept else LEAST):
                     cache.put(tokens[:cut], made[0] if made else state.fork(), hit)
                     kept = cut

@@ -56,19 +56,29 @@ class Place:
     """A request's place, in the queue and then among those that take part, until leave().
 
     needed: int, bytes, the most that its states will take.
-    state: what it has written so far, once there is something.
+    state: what it has written so far, once there is something. Only the thread that works on it may look: the
+        core is at it meanwhile.
+    held: int, bytes of the state when that thread last looked, for others to read.
     waits: bool, whether it is ready to begin: one that is still being read keeps nobody behind it waiting.
     """
 
     scheduler: "Scheduler"
     needed: int = 0
     state: Held | None = None
+    held: int = 0
     waits: bool = False
     idle_since: float | None = field(default=None)
     begun: float | None = field(default=None)
 
+    def note(self, state: Held | None = None) -> None:
+        """Note what the state takes now; with one given, that it is the state from here on."""
+        if state is not None:
+            self.state = state
+        self.held = self.state.nbytes if self.state is not None else 0
+
     def rest(self) -> None:
         """Say that a chunk was handed out, and that there is nothing to do until the next is asked for."""
+        self.note()
         self.idle_since = time.monotonic()
 
     def resume(self) -> None:
@@ -77,7 +87,7 @@ class Place:
 
     def leave(self) -> None:
         """Let the next one in; doing so twice does nothing."""
-        self.state = None
+        self.state, self.held = None, 0
         self.scheduler.leave(self)
 
     def __enter__(self) -> "Place":
@@ -93,7 +103,7 @@ class Place:
     @property
     def unallocated(self) -> int:
         """Bytes that are promised to it and not yet allocated."""
-        return max(0, self.needed - (self.state.nbytes if self.state is not None else 0))
+        return max(0, self.needed - self.held)
 
     def rested(self, seconds: float) -> bool:
         """Return whether nobody has asked it for anything for so long."""
