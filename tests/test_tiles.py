@@ -164,8 +164,7 @@ def test_the_demo_agrees_over_a_text():
 
     The precision contract asks for a perplexity within 0.04 % of paths that round activations. It is 0.072 %
     here, of which chance makes 0.03 % either way, and 0.157 % for reference.py's own bfloat16 pipeline
-    (python -m bench.agree --kernels). Over 65,408 positions, with the same kernels on an NVIDIA GPU, it is
-    0.023 %, standard error 0.011 % (--own).
+    (python -m bench.agree --kernels). Over 65,408 positions it is 0.024 %, standard error 0.011 % (--own).
     """
     with np.load(GOLDEN / "demo.npz") as file:
         golden = dict(file)
