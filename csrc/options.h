@@ -15,6 +15,7 @@ namespace lily {
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
     X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
+    X(int,          speculate,     0,       "Tokens guessed ahead from what followed the same words before, and checked in one pass, 7 at most; 0 guesses none.") \
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
@@ -52,5 +53,9 @@ struct OptionInfo {
     std::string name, type, standard, text;
 };
 std::vector<OptionInfo> option_list();
+
+// The values that an option's default is measured against, by option; none for one that is not a technique.
+// Throws std::logic_error for an option of which it is not said.
+std::map<std::string, std::vector<std::string>> option_alternatives();
 
 }  // namespace lily
