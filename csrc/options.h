@@ -13,7 +13,7 @@ namespace lily {
 #define LILY_OPTIONS(X)                                                                                               \
     X(std::string,  device,        "auto",  "Where to run: auto, cpu, cuda or sim (the GPU kernels, simulated).")                                         \
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
-    X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
+    X(int,          prefill_chunk, 2048,    "Prefill: tokens in one pass.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
     X(int,          speculate,     0,       "Tokens guessed ahead from what followed the same words before, and checked in one pass, 7 at most; 0 guesses none.") \
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
@@ -30,8 +30,8 @@ namespace lily {
     X(bool,         gpu_routing,   true,    "GPU prefill: the device sorts a chunk's rows by expert, not the host.")         \
     X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
-    X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
-    X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
+    X(int,          matmul_rows,   9,       "GPU prefill: rows from which products are tiled, not row by row.")   \
+    X(int,          expert_tile,   0,       "GPU prefill: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
 // clang-format on
 
 struct Options {
