@@ -80,7 +80,6 @@ class Lily:
     def __init__(self, session: _core.Session, version: str) -> None:
         """Measure a session."""
         self.name = f"lily {version}"
-        self.device = session.device
         self._session = session
 
     def trial(self, tokens: Tokens, steps: int) -> tuple[float, float]:
