@@ -5,6 +5,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "twin.h"
 
 namespace lily {
 
@@ -74,9 +75,9 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
             const uint i = min(begin + a * kSimd, words - 1), group = i * kSlots / kGroup;
 #pragma unroll
             for (ushort r = 0; r < kRowsOfSimd; ++r) {
-                word[a][r] = weight[r][i];
-                scale[a][r] = scales[r][group];
-                bias[a][r] = biases[r][group];
+                word[a][r] = twin::load(weight[r], i);
+                scale[a][r] = twin::load(scales[r], group);
+                bias[a][r] = twin::load(biases[r], group);
             }
         }
 #pragma unroll
@@ -85,7 +86,7 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
             float v[kSlots];
             float sum = 0;
 #pragma unroll
-            for (ushort j = 0; j < kSlots; j += 4) {
+            for (ushort j = 0; j < kSlots; j += twin::step(4, kSlots)) {
                 float4 four = 0;
                 if (i < words) four = *(threadgroup const float4*)(x + i * kSlots + j) * factor;
 #pragma unroll
@@ -98,7 +99,7 @@ METAL_FUNC void quantised_share(Weights w, uint columns, uint row, uint rows, th
             for (ushort r = 0; r < kRowsOfSimd; ++r) {
                 float dot = 0;
 #pragma unroll
-                for (ushort j = 0; j < kSlots; ++j)
+                for (ushort j = 0; j < kSlots; j += twin::step(1, kSlots))
                     dot = fma(field(word[a][r] >> (j / kOfHalf * 16), kMask << (kBits * (j % kOfHalf))), v[j],
                               dot);
                 total[r] += float(scale[a][r]) * dot + float(bias[a][r]) * sum;
