@@ -143,7 +143,7 @@ class Torch:
     def _mixture(self, path: str, h: Any) -> tuple[Any, Any]:
         t, c = self._torch, self._config
         probability = self._linear(path + "gate", h).float().softmax(-1)
-        weight, expert = probability.sort(-1, descending=True, stable=True)
+        weight, expert = probability.sort(dim=-1, descending=True, stable=True)
         weight, expert = weight[:, : c.experts_per_token], expert[:, : c.experts_per_token]
         weight = weight / weight.sum(-1, keepdim=True)
         y = t.zeros(h.shape, device=self._device)

@@ -90,7 +90,7 @@ def performance_page(page: str, records: Path) -> str:
     for bench in ("ablate", "limits", "speculate"):
         page = with_table(page, bench, *beside_the_article(bench, records, article[bench]))
     page = with_table(page, "sweep", *sweep_of_the_article(article))
-    for bench in ("agree", "crowd", "load", "serve", "speed"):
+    for bench in ("agree", "crowd", "layers", "load", "peers", "serve", "speed"):
         rows = []
         for r in newest_of(bench, records):
             options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
