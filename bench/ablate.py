@@ -16,9 +16,10 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class Side:
         """Load weights with some options."""
         self.session = _core.Session(weights, dict(options))
         self.states: dict[int, _core.State] = {}
+        self._files: dict[int, tuple[IO[bytes], int, int]] = {}
+        self._open = ExitStack()
 
     def take_in(self, contexts: Sequence[int], tokens: Tokens) -> None:
         """Make the states after the first of tokens, each going on from the one before."""
@@ -76,17 +79,27 @@ class Side:
         mine, theirs = self.session, other.session
         if (mine.state_order, mine.state_sizes) != (theirs.state_order, theirs.state_sizes):
             return self.take_in(list(other.states), tokens)
-        for context, state in other.states.items():
-            pages, recurrent, logits = theirs.parts(state)
+        for context in other.states:
+            file, recurrent, logits = other.written(context)
+            size = os.fstat(file.fileno()).st_size
+            (self.states[context],) = mine.restore(file.fileno(), size, 0, [(context, recurrent, logits)])
+
+    def written(self, context: int) -> tuple[IO[bytes], int, int]:
+        """Return a file with a state's memory, written once, and where recurrent states and logits begin."""
+        if context not in self._files:
+            pages, recurrent, logits = self.session.parts(self.states[context])
             assert logits is not None
-            with tempfile.TemporaryFile() as file:
-                for part in (*pages, recurrent, logits):
-                    file.write(part.data)
-                file.flush()
-                at = sum(page.nbytes for page in pages)
-                places = [(context, at, at + recurrent.nbytes)]
-                size = os.fstat(file.fileno()).st_size
-                (self.states[context],) = mine.restore(file.fileno(), size, 0, places)
+            file = self._open.enter_context(tempfile.TemporaryFile())
+            for part in (*pages, recurrent, logits):
+                file.write(part.data)
+            file.flush()
+            at = sum(page.nbytes for page in pages)
+            self._files[context] = file, at, at + recurrent.nbytes
+        return self._files[context]
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._open.close()
 
 
 @dataclass(frozen=True)
@@ -207,6 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
             keep(given.record, flip, flipped(weights, base, flip, shape, default, tokens), device, about)
         except lily.LilyError as error:  # the others are worth their time all the same
             failed.append(f"{flip.name}={flip.value}: {error}")
+    default.close()
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -1,11 +1,12 @@
 """Guessing ahead, measured: what it wins or loses, how many guesses are right, and what checking them reads.
 
-    python -m bench.speculate DIRECTORY TEXT [--option device=cuda --option kernels=FILE ...]
+    python -m bench.speculate DIRECTORY [TEXT] [--option device=cuda --option kernels=FILE ...]
                               [--prompt 512] [--tokens 256] [--guesses 2,4,7] [--rounds 3] [--record [FILE]]
 
-The prompt is the beginning of a text. After it the model writes greedily, with and without guesses, by turns;
-the tokens must be the same, or nothing is recorded. Random weights write what nobody can guess: "if all are
-right" therefore measures what right guesses would win, with the model's own answer as the guess.
+The prompt is the beginning of a text, or without one random ids of which the second half is the first. After
+it the model writes greedily, with and without guesses, by turns; the tokens must be the same, or nothing is
+recorded. Random weights write what nobody can guess: "if all are right" therefore measures what right guesses
+would win, with the model's own answer as the guess.
 
 For passes of 1 to 5 rows over the text: the experts that a layer's rows choose together, the bytes that such
 a pass cannot do without, and its seconds.
@@ -25,7 +26,6 @@ from bench.synthetic_config import describe
 from lily import _core, stages
 from lily.guess import Guesser
 from lily.speed import BEST, Tokens
-from lily.tokenizer import Tokenizer
 
 ROWS = (1, 2, 3, 4, 5)  # of a pass that checks up to four guesses
 
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculate", description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the text to begin with")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to write")
     parser.add_argument("--guesses", type=lengths, default=[2, 4, 7], help="a pass, with commas between")
@@ -151,13 +151,21 @@ def main(arguments: list[str] | None = None) -> None:
 
     weights = _core.Weights(str(given.directory))
     session = _core.Session(weights, dict(given.option))
-    ids = Tokenizer.load(given.directory).encode(given.text.read_text(encoding="utf-8"))
-    prompt = np.asarray(ids[: given.prompt], np.int32)
+    if given.text is None:
+        half = np.random.default_rng(0).integers(
+            0, weights.config["vocab"], given.prompt // 2, dtype=np.int32
+        )
+        prompt = np.concatenate([half, half])
+    else:
+        from lily.tokenizer import Tokenizer
+
+        ids = Tokenizer.load(given.directory).encode(given.text.read_text(encoding="utf-8"))
+        prompt = np.asarray(ids[: given.prompt], np.int32)
     if len(prompt) < max(ROWS) + 1 or given.tokens < 2 or given.rounds < 1:
         parser.error("wanted a text of some tokens, two tokens to write and a round at least")
     options = {name: value for name, value in given.option if name not in ("device", "kernels")}
     about = {**describe(given.directory), "device": session.device, **options}
-    note = f"after {len(prompt)} tokens of {given.text.name}"
+    note = f"after {len(prompt)} tokens of {given.text.name if given.text else 'random ids, repeated'}"
 
     def tell(case: str, unit: str, samples: list[float]) -> None:
         record.keep(

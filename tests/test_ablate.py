@@ -54,6 +54,7 @@ def test_both_sides_decode_after_the_same_tokens(kv: str) -> None:
         assert state.length == context
         want, got = default.session.last_logits(default.states[context]), other.session.last_logits(state)
         assert np.array_equal(want, got) if kv == "bf16" else np.allclose(want, got, atol=0.1)
+    default.close()
 
 
 def test_the_order_alternates_and_the_first_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

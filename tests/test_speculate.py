@@ -8,7 +8,7 @@ import pytest
 
 from bench import ops, speculate
 from lily import _core
-from support import CHECKPOINTS, backends, options_of
+from support import CHECKPOINTS, code_paths, options_of
 
 pytestmark = pytest.mark.unsanitized
 TINY = CHECKPOINTS["tiny"]
@@ -21,7 +21,7 @@ def test_distinct_experts_are_those_of_neighbours() -> None:
     assert speculate.distinct(layers, 3) == pytest.approx((3 + 4) / 2)
 
 
-@pytest.mark.parametrize("backend", [name for name in backends() if name != "sim rows"])
+@pytest.mark.parametrize("backend", code_paths())
 def test_experts_are_those_of_the_reference(backend: str) -> None:
     from lily import reference
 
@@ -63,6 +63,7 @@ def test_gains_counts_and_reads_become_samples(tmp_path: Path) -> None:
     assert len(lines["guesses 2, gain if all are right"]["samples"]) == 2
     read = [lines[f"{rows} rows, at least"]["samples"][0] for rows in speculate.ROWS]
     assert read == sorted(read)
+    speculate.main([str(TINY), *arguments[:-2]])  # without a text
     k = _core.read_config(TINY)["experts_per_token"]
     assert lines["1 rows, distinct experts"]["samples"] == [k]
 
