@@ -89,7 +89,7 @@ class Side:
         if context not in self._files:
             pages, recurrent, logits = self.session.parts(self.states[context])
             assert logits is not None
-            file = self._open.enter_context(tempfile.TemporaryFile())
+            file = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by close()
             for part in (*pages, recurrent, logits):
                 file.write(part.data)
             file.flush()
