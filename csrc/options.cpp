@@ -109,6 +109,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"gdn_scan_from", "0"},
         {"matmul_rows", "65537"},  // past the largest chunk: never
         {"expert_tile", "16 32"},
+        {"tiles", "simdgroup"},
     };
     const auto said = kSaid.find(name);
     if (said == kSaid.end())
