@@ -702,6 +702,9 @@ void bind_session(nb::module_& m) {
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
             "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
         .def(
+            "_device_seconds", [](PySession& s) { return s.session->ops().device_seconds(); },
+            "Seconds that the device worked since the last call; 0 where it does not say.")
+        .def(
             "_recorded", [](PySession& s) { return s.session->ops().recorded(); },
             "The dispatches since the last call, as an instrumented simulator saw them; the first call "
             "begins.")

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+import rungs
 from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
 from support import CHECKPOINTS, backends, compare, options_of
@@ -22,7 +23,12 @@ def models():
     return {name: reference.Model(path) for name, path in CHECKPOINTS.items()}
 
 
-@pytest.fixture(scope="module", params=backends())
+METAL = [] if rungs.why_left_out("metal") else ["metal rows", "metal tiles"]
+
+
+@pytest.fixture(
+    scope="module", params=[*backends(), *(pytest.param(name, marks=pytest.mark.long) for name in METAL)]
+)
 def backend(request):
     return request.param
 

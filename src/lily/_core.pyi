@@ -293,6 +293,11 @@ class Session:
         Let the simulator take no notice of the number-th barrier from here, for tests.
         """
 
+    def _device_seconds(self) -> float:
+        """
+        Seconds that the device worked since the last call; 0 where it does not say.
+        """
+
     def _recorded(self) -> list[Dispatch]:
         """
         The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
