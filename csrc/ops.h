@@ -160,7 +160,8 @@ struct Ops {
     virtual int32_t drawn(int back = 0) = 0;
     // Whether the host is free while a pass runs, so that the next can be prepared before its token is known.
     virtual bool overlaps() const { return false; }
-    virtual double device_seconds() { return 0; }  // see Device::seconds
+    virtual std::vector<std::string> compile() { return {}; }  // see Device::compile
+    virtual double device_seconds() { return 0; }              // see Device::seconds
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).

@@ -43,7 +43,8 @@ MAY_INCLUDE = {
     "session.*": f"{MODEL} forward.h history.h logprobs.h session.h turns.h kept.h",
     "sample.*": f"{MODEL} metal/fixed.h sample.h",
     "backends.cpp": f"{MODEL} options.h cpu/backend.h gpu/backend.h",  # the factory: all there is
-    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h turns.h kept.h options.h gpu/dry.h",
+    "bind.cpp": f"{MODEL} forward.h history.h logprobs.h session.h turns.h kept.h options.h gpu/device.h"
+    " gpu/dry.h",
     "cpu/*": f"{MODEL} sample.h cpu/*",
     "gpu/device.h": f"{LEAVES} state.h",
     "gpu/recorder.*": "gpu/device.h gpu/recorder.h",

@@ -38,6 +38,7 @@ class GpuOps final : public Ops {
     bool host_reads() const override { return device_->host_reads(); }
     void begin(const Batch&) override;
     void finish() override { recorder_.finish(); }
+    std::vector<std::string> compile() override { return device_->compile(); }
     double device_seconds() override { return device_->seconds(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
     std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }

@@ -55,7 +55,10 @@ struct Device {
     virtual uint64_t commit() { return 0; }
     virtual void wait(uint64_t) { finish(); }        // for this and all before it; throws as finish() does
     virtual bool overlaps() const { return false; }  // whether the host is free between the two
-    virtual double seconds() { return 0; }           // that the GPU worked since the last call, if it says
+    // Compiles every kernel; what is wrong with any, a line each. Others compile when they are first
+    // dispatched.
+    virtual std::vector<std::string> compile() { return {}; }
+    virtual double seconds() { return 0; }  // that the GPU worked since the last call, if it says
 
     // Memory of the host's that dispatches read in place, for as long as the device lives.
     virtual void map(std::span<const std::byte>, const std::string& /*label*/) {}
@@ -92,5 +95,7 @@ std::unique_ptr<Device> make_cuda(const std::string& file);
 // Metal, which tools/metal/apple/build.py makes for tests. Throws DeviceError without one.
 std::unique_ptr<Device> make_metal(const std::string& file);
 bool has_metal(const std::string& file);  // whether there is one that it takes
+// What is known of it, "name: value" a line; empty if there is none.
+std::string metal_facts(const std::string& file);
 
 }  // namespace lily

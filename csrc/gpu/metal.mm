@@ -126,6 +126,14 @@ bool serves(id<MTLDevice> device) {
            [device supportsFamily:MTLGPUFamilyMetal3];
 }
 
+// Whether kernels may use matrix units: the chip, the system and the SDK of the build have to.
+bool has_tensors(id<MTLDevice> device) {
+#if LILY_HAS_METAL4
+    if (@available(macOS 26.2, *)) return [device supportsFamily:kFamilyOfM5];
+#endif
+    return false;
+}
+
 // A stretch of the host's memory that the GPU has too.
 struct Region {
     size_t bytes = 0;
@@ -372,7 +380,7 @@ class Space {
 class Kernels {
    public:
     explicit Kernels(id<MTLDevice> device) : device_(device) {
-        if (!kMetallib.empty() && !has_tensors()) {  // it is for GPUs without matrix units
+        if (!kMetallib.empty() && !has_tensors(device_)) {  // it is for GPUs without matrix units
             NSError* error = nil;
             dispatch_data_t data = dispatch_data_create(kMetallib.data(), kMetallib.size(), nil,
                                                         DISPATCH_DATA_DESTRUCTOR_DEFAULT);
@@ -411,13 +419,6 @@ class Kernels {
     }
 
    private:
-    bool has_tensors() const {
-#if LILY_HAS_METAL4
-        if (@available(macOS 26.2, *)) return [device_ supportsFamily:kFamilyOfM5];
-#endif
-        return false;
-    }
-
     bool add(id<MTLLibrary> library) {
         NSArray<NSString*>* names = library.functionNames;
         for (NSUInteger i = 0; i < names.count; ++i)
@@ -427,7 +428,7 @@ class Kernels {
 
     // With the matrix units where there are some, unless that fails, which the name of the device then shows.
     void compile() {
-        if (has_tensors() && compile(true).empty()) return;
+        if (has_tensors(device_) && compile(true).empty()) return;
         functions_.clear();
         const std::string fault = compile(false);
         if (!fault.empty()) throw DeviceError("Metal: the kernels do not compile: " + fault);
@@ -558,6 +559,17 @@ class Metal final : public Device {
 
     std::string name() const override { return name_; }
     bool overlaps() const override { return true; }
+    std::vector<std::string> compile() override {
+        std::vector<std::string> faults;
+        @autoreleasepool {
+            for (const std::string& kernel : kernels_->names()) try {
+                    kernels_->pipeline(kernel, 1);
+                } catch (const DeviceError& error) {
+                    faults.push_back(error.what());
+                }
+        }
+        return faults;
+    }
     double seconds() override { return space_->progress()->seconds(); }
 
     Memory allocate(size_t bytes) override {
@@ -745,6 +757,29 @@ bool has_metal(const std::string&) {
     @autoreleasepool {
         id<MTLDevice> device = MTLCreateSystemDefaultDevice();
         return device && serves(device);
+    }
+}
+
+std::string metal_facts(const std::string&) {
+    @autoreleasepool {
+        id<MTLDevice> device = MTLCreateSystemDefaultDevice();
+        if (!device) return "";
+        const Chip chip = chip_of(device);
+        bool sets = false;
+        if (@available(macOS 15.0, *)) sets = true;
+        const auto megabytes = [](uint64_t bytes) { return static_cast<unsigned long>(bytes >> 20); };
+        return format(
+            "GPU: %s\nsystem: %s\nGPU family: %ld\nGPU cores: %ld\nserves: %s\nmatrix units: %s\n"
+            "the GPU may use: %lu MB, of which %lu are left to others\nlongest buffer: %lu MB\n"
+            "residency sets: %s\nkernels: %s\ncommand buffers: at most %.0f ms at %.0f GB/s and %.1f "
+            "TFLOP/s\n",
+            device.name.UTF8String, NSProcessInfo.processInfo.operatingSystemVersionString.UTF8String,
+            static_cast<long>(chip.family), chip.cores,
+            serves(device) ? "yes" : "no, Apple silicon is wanted", has_tensors(device) ? "yes" : "no",
+            megabytes(device.recommendedMaxWorkingSetSize), megabytes(kReserve),
+            megabytes(device.maxBufferLength), sets ? "yes" : "no",
+            kMetallib.empty() ? "compiled from source when first loaded" : "compiled ahead",
+            1e3 * chip.longest, chip.bandwidth / 1e9, chip.rate * static_cast<double>(chip.cores) / 1e12);
     }
 }
 

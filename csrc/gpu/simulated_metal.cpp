@@ -23,6 +23,11 @@ bool has_metal(const std::string& file) {
     return has && has();
 }
 
+std::string metal_facts(const std::string& file) {
+    const auto facts = found<const char* (*)()>(file, "lily_metal_facts");
+    return facts ? facts() : "";
+}
+
 std::unique_ptr<Device> make_metal(const std::string& file) {
     if (file.empty())
         throw DeviceError("option device: metal wants a Mac with Apple silicon. Use device=\"cpu\".");

@@ -84,7 +84,8 @@ def build(kernels: Path | None = None, output: Path | None = None, flags: Sequen
         for _, job in jobs:
             job.result()
         part = Path(folder) / "metal.so"
-        link = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,nodelete", "-Wl,-z,defs", "-pthread", "-ldl", *flags]
+        link = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,nodelete", "-pthread", "-ldl", *flags]
+        link += [] if flags else ["-Wl,-z,defs"]  # a sanitizer's functions are in the program
         clang.checked([clang.CLANG, *(made for made, _ in jobs), *link, "-o", part])
         part.replace(output)
     return output
@@ -95,8 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.metal.apple.build", description=__doc__)
     parser.add_argument("kernels", nargs="?", type=Path)
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--flag", action="append", default=[], help="for every compilation and the link")
     a = parser.parse_args()
-    print(build(a.kernels, a.output))
+    print(build(a.kernels, a.output, a.flag))
 
 
 if __name__ == "__main__":

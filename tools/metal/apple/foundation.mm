@@ -238,6 +238,3 @@ CFTypeRef IORegistryEntryCreateCFProperty(io_object_t, CFStringRef key, const vo
 int IOObjectRelease(io_object_t) {
     return 0;
 }
-id CFBridgingRelease(CFTypeRef object) {
-    return (id)object;
-}

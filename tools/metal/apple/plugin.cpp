@@ -7,3 +7,8 @@ extern "C" __attribute__((visibility("default"))) lily::Device* lily_make_metal(
 extern "C" __attribute__((visibility("default"))) bool lily_has_metal() {
     return lily::has_metal("");
 }
+extern "C" __attribute__((visibility("default"))) const char* lily_metal_facts() {
+    thread_local std::string facts;
+    facts = lily::metal_facts("");
+    return facts.c_str();
+}

@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#undef __MAC_OS_X_VERSION_MAX_ALLOWED
 #define __MAC_OS_X_VERSION_MAX_ALLOWED 260200
 #define YES true
 #define NO false
@@ -84,4 +85,8 @@ extern "C" NSArray<NSString*>* NSSearchPathForDirectoriesInDomains(NSSearchPathD
 @property(readonly) NSString* operatingSystemVersionString;
 @end
 
-extern "C" id CFBridgingRelease(CFTypeRef) __attribute__((ns_returns_retained));
+#if __has_feature(objc_arc)
+inline id CFBridgingRelease(CFTypeRef object) {
+    return (__bridge_transfer id)object;
+}
+#endif
