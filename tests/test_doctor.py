@@ -76,11 +76,16 @@ def test_selftest_finds_an_op_that_is_off():
 @pytest.mark.long
 def test_selftest_passes_on_metal(capsys):
     rungs.climb("metal")
-    assert main(["selftest", "--option", "device=metal", "--option", f"kernels={metal()}"]) == 0
+    assert main(["selftest", "--quick", "--option", "device=metal", "--option", f"kernels={metal()}"]) == 0
     printed = capsys.readouterr().out
     assert "ok     kernels:" in printed
     assert printed.count("\nok ") >= 30
     assert printed.rstrip().endswith(" checks, 0 wrong")
+
+
+def test_selftest_without_a_gpu_says_so(capsys):
+    assert main(["selftest"]) == 0
+    assert "no GPU: none here" in capsys.readouterr().out
 
 
 def test_selftest_survives_what_stops_it(capsys):

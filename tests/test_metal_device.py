@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+import lily
 import rungs
 from lily import _core, errors
 from simulated_metal import GREEDY, PROMPT, begin, go_on, greedy, simulated
@@ -141,6 +142,27 @@ def test_penalties_need_the_token_and_wait_for_it(framework):
     session, plain = framework.session(), framework.session(token_handoff="false")
     penalty = _core.Sampling(temperature=0, repetition_penalty=1.3)
     assert go_on(session, *begin(session), 6, penalty) == go_on(plain, *begin(plain), 6, penalty)
+
+
+@pytest.mark.long
+def test_answers_that_are_stopped_or_called_off_leave_what_they_said(framework):
+    """A stop string, a count and a stream that is closed: each sees its end with a step in flight."""
+    prompt, told = "Tell me a story about a fox.", []
+    for handoff in (True, False):
+        options = {"device": "metal", "kernels": framework.path, "token_handoff": handoff}
+        with lily.Model.load(lily.DEMO, **options) as model:
+            doc = model.prefill(prompt)
+            whole = doc.generate(max_tokens=14, seed=3).text
+            stopped = doc.generate(max_tokens=14, seed=3, stop=[whole[5:9]]).text
+            stream = doc.stream(max_tokens=14, seed=3)
+            first = [next(stream).text for _ in range(3)]
+            stream.close()
+            again = doc.generate(max_tokens=14, seed=3)
+            after = doc.extend(whole)
+            told.append([whole, stopped, first, again.text, after.logits().tobytes()])
+    assert told[0] == told[1]
+    assert told[0][0] == told[0][3]
+    assert len(told[0][1]) < len(told[0][0])
 
 
 # Command buffers.

@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "selftest", help="run the GPU's kernels on the embedded demo, against the CPU; a few minutes"
     )
     selftest.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="as elsewhere")
+    selftest.add_argument("--quick", action="store_true", help="fewer rows and tokens, for a simulator")
     selftest.set_defaults(command=_selftest)
     return parser
 
@@ -364,7 +365,7 @@ def _selftest(options: argparse.Namespace) -> int:
     for name, value in doctor.machine(given.get("kernels", "")):
         print(f"{name:18} {value}")
     failed = made = 0
-    command = [sys.executable, "-m", "lily.selftest", json.dumps(given)]
+    command = [sys.executable, "-m", "lily.selftest", json.dumps([given, options.quick])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
