@@ -12,7 +12,7 @@ from lily import _core
 from support import CHECKPOINTS, ROW_BY_ROW, metal
 
 GREEDY = _core.Sampling(temperature=0)
-PROMPT = (np.arange(21, dtype=np.int32) * 31) % 600
+PROMPT = (np.arange(12, dtype=np.int32) * 31) % 600
 
 
 class Simulated:

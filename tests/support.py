@@ -1,6 +1,7 @@
 """What test modules share: where checkpoints are, which code paths this CPU has, how arrays compare."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ def code_paths() -> list[str]:
     return found
 
 
+@cache
 def kernels(instrumented: bool = False, tensors: bool = False) -> str:
     """Return the path of the GPU kernels compiled for the simulator, made when it is not there yet.
 
@@ -43,6 +45,7 @@ def kernels(instrumented: bool = False, tensors: bool = False) -> str:
     return str(compiler.compile(sources, instrumented=instrumented, define=define))
 
 
+@cache
 def metal(instrumented: bool = False, source: bool = False) -> str:
     """Return the path of the Metal device on the simulated framework, with the same kernels.
 
