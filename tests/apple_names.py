@@ -72,6 +72,36 @@ def metal_cpp() -> Names:
     )
 
 
+def plain(kind: str) -> str:
+    """Write a type as both languages have it: objects by their class, without const and names."""
+    kind = re.sub(r"\bconst\b|\b__kindof\b", "", kind).strip()
+    if "(^" in kind:
+        return "block"
+    kind = re.sub(r"id<(MTL\w+)>", r"\1*", kind)
+    kind = re.sub(r"MTL::(\w+)", r"MTL\1", kind)
+    kind = re.sub(r"NS::(\w+)", r"NS\1", kind)
+    kind = re.sub(r"<[^<>]*>", "", kind)  # of collections
+    if kind == "MTLComputePipelineReflection**":
+        kind = "MTLAutoreleasedComputePipelineReflection*"
+    kind = kind.replace(" ", "")
+    return {"bool": "BOOL", "CFTimeInterval": "double", "MTLGPUAddress": "uint64_t"}.get(kind, kind)
+
+
+@cache
+def signatures() -> dict[str, set[tuple[str, ...]]]:
+    """Collect metal-cpp's signatures of each selector: what it returns and takes, as plain() has it."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", metal_cpp().text, flags=re.DOTALL)
+    names = dict(re.findall(r'_(?:MTL|NS)_PRIVATE_DEF_SEL\(\s*(\w+),\s*"([^"]+)"', text))
+    function = r"^_MTL_INLINE ([\w:*&<> ]+?)\s*MTL::\w+::\w+\(([^{;]*?)\)(?: const)?\s*\{(.*?)^\}"
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for returned, arguments, body in re.findall(function, text, re.DOTALL | re.MULTILINE):
+        if selector := re.search(r"_MTL_PRIVATE_SEL\((\w+)\)", body):
+            parts = [part for part in re.split(r",(?![^(]*\))", arguments) if part.strip()]
+            taken = [part if "(^" in part else re.sub(r"\w+\s*$", "", part.strip()) for part in parts]
+            found.setdefault(names[selector[1]], set()).add((plain(returned), *map(plain, taken)))
+    return found
+
+
 @cache
 def pyobjc() -> Names:
     with wheel("pyobjc-framework-Metal==12.2.2") as archive:

@@ -72,6 +72,26 @@ def test_the_other_list_knows_them_too():
     assert {name for name in used - known if not re.fullmatch(r"set\w+:", name)} == set()
 
 
+def declared() -> list[tuple[str, tuple[str, ...]]]:
+    """List the methods and properties of our header: selector, what it returns, what it takes."""
+    text = re.sub(r"//[^\n]*", "", HEADER.read_text())
+    found = []
+    for returned, rest in re.findall(r"^- \(([^;]*?)\)\s*(\w[^;]*);", text, re.MULTILINE | re.DOTALL):
+        name = "".join(re.findall(r"(\w+:)\s*\(", rest)) or rest.strip()
+        taken = re.findall(r":\s*\(((?:[^()]|\([^()]*\))*)\)", rest)
+        found.append((name, tuple(map(apple_names.plain, (returned, *taken)))))
+    for kind, name in re.findall(r"^@property(?:\([^)]*\))? (.+?[\s*])(\w+);", text, re.MULTILINE):
+        found.append((name, (apple_names.plain(kind),)))
+    return found
+
+
+def test_methods_take_and_return_what_apples_do():
+    theirs = apple_names.signatures()
+    ours = declared()
+    assert len(ours) > 70
+    assert {name: types for name, types in ours if types not in theirs.get(name, ())} == {}
+
+
 def test_classes_are_apples():
     used = classes()
     assert len(used) > 8

@@ -142,7 +142,10 @@ inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUInteger depth
 - (void)endResidency;
 @end
 
-@protocol MTLSharedEvent <NSObject>
+@protocol MTLEvent <NSObject>
+@end
+
+@protocol MTLSharedEvent <MTLEvent>
 @property uint64_t signaledValue;
 - (BOOL)waitUntilSignaledValue:(uint64_t)value timeoutMS:(uint64_t)milliseconds;
 @end
@@ -201,7 +204,7 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(readonly) CFTimeInterval GPUStartTime;
 @property(readonly) CFTimeInterval GPUEndTime;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type;
-- (void)encodeSignalEvent:(id<MTLSharedEvent>)event value:(uint64_t)value;
+- (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)handler;
 - (void)commit;
 @end
