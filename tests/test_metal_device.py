@@ -138,6 +138,19 @@ def test_other_states_and_settings_between_steps_change_nothing(framework):
     assert told[0] == told[1]
 
 
+def test_a_drawn_token_is_taken_from_the_pass_that_drew_it(framework):
+    """Passes between a draw and its step take the slots in turns; the token stays where it is."""
+    told = []
+    for s in (framework.session(), framework.session(token_handoff="false")):
+        for passes in (1, 2, 3):
+            state, token = begin(s)
+            for _ in range(passes):
+                s.extend(s.new_state(), PROMPT[:2])
+            told.append(go_on(s, state, token, 3))
+    assert told[:3] == told[3:]
+    assert told[0] == told[1] == told[2]
+
+
 def test_penalties_need_the_token_and_wait_for_it(framework):
     session, plain = framework.session(), framework.session(token_handoff="false")
     penalty = _core.Sampling(temperature=0, repetition_penalty=1.3)

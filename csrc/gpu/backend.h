@@ -163,8 +163,9 @@ class GpuOps final : public Ops {
         uint64_t number = 0;                  // of what was committed with it last
     };
     std::array<Slot, 2> slots_;
-    Slot* slot_ = slots_.data();
-    const Slot& other_slot() const { return slots_[slot_ == slots_.data()]; }
+    Slot* slot_ = slots_.data();   // of the pass
+    Slot* drawn_ = slots_.data();  // of the last draw
+    Slot& other(const Slot* slot) { return slots_[slot == slots_.data()]; }
     std::array<args::Sequence, kSequences> sequences_ = {};  // of the pass, as the host finds them
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed

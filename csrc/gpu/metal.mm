@@ -105,8 +105,8 @@ long cores_of_gpu() {
     const io_object_t service =
         IOServiceGetMatchingService(kIOMainPortDefault, IOServiceMatching("AGXAccelerator"));
     if (!service) return 0;
-    const NSNumber* cores = CFBridgingRelease(IORegistryEntryCreateCFProperty(
-        service, (__bridge CFStringRef) @"gpu-core-count", kCFAllocatorDefault, 0));
+    const NSNumber* cores = CFBridgingRelease(
+        IORegistryEntryCreateCFProperty(service, (__bridge CFStringRef) @"gpu-core-count", nullptr, 0));
     IOObjectRelease(service);
     return cores ? cores.integerValue : 0;
 }
@@ -441,9 +441,7 @@ class Kernels {
 #if LILY_HAS_METAL4
         if (tensors) {
             if (@available(macOS 26.0, *)) options.languageVersion = MTLLanguageVersion4_0;
-            NSString* const name = @"LILY_TENSOR";
-            NSString* const value = @"1";
-            options.preprocessorMacros = [NSDictionary dictionaryWithObjects:&value forKeys:&name count:1];
+            options.preprocessorMacros = @{@"LILY_TENSOR" : @"1"};
         }
 #endif
         if (@available(macOS 15.0, *))
@@ -489,7 +487,7 @@ class Kernels {
         MTLComputePipelineDescriptor* descriptor = [MTLComputePipelineDescriptor new];
         descriptor.label = text(kernel);
         descriptor.computeFunction = function->second;
-        if (archive_) descriptor.binaryArchives = [NSArray arrayWithObjects:&archive_ count:1];
+        if (archive_) descriptor.binaryArchives = @[ archive_ ];
         const auto build = [&](MTLPipelineOption option, NSError** error) {
             return [device_ newComputePipelineStateWithDescriptor:descriptor
                                                           options:option

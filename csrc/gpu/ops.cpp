@@ -132,10 +132,10 @@ void GpuOps::begin(const Batch& batch) {
     LILY_CHECK(std::invalid_argument, batch.segments.size() <= kSequences,
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
     const bool hands_over = batch.rows == 1 && batch.tokens[0] == kDrawn;
-    const int32_t* last = slot_->token;
+    const int32_t* last = drawn_->token;
     const int32_t token = hands_over && !options_.token_handoff ? drawn(0) : 0;
     slot_->number = recorder_.commit();
-    slot_ = &slots_[slot_ == slots_.data()];
+    slot_ = &other(slot_);
     recorder_.wait(slot_->number);
     sorted_layer_ = -1;
     if (hands_over && !options_.token_handoff) {

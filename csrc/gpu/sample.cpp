@@ -115,13 +115,14 @@ void GpuOps::sample(std::span<const float> logits, const Sampling& s, const Draw
             .write(slot_->token, sizeof(int32_t))
             .weights(embedding_, p.embeds)
             .write(a_.x.data, p.embeds ? bytes_of_rows(a_.x, 1) : 0));
+    drawn_ = slot_;
     slot_->drawn_of = logits;
     slot_->number = recorder_.commit();
     embedded_ = p.embeds;
 }
 
 int32_t GpuOps::drawn(int back) {
-    const Slot& slot = back ? other_slot() : *slot_;
+    const Slot& slot = back ? other(drawn_) : *drawn_;
     recorder_.wait(slot.number);
     int32_t token = 0;
     if (device_->host_reads())

@@ -13,4 +13,3 @@ CFTypeRef IORegistryEntryCreateCFProperty(io_object_t entry, CFStringRef key, co
                                           unsigned options);
 int IOObjectRelease(io_object_t);
 }
-constexpr const void* kCFAllocatorDefault = nullptr;
