@@ -431,7 +431,9 @@ class Kernels {
         if (has_tensors(device_) && compile(true).empty()) return;
         functions_.clear();
         const std::string fault = compile(false);
-        if (!fault.empty()) throw DeviceError("Metal: the kernels do not compile: " + fault);
+        if (!fault.empty())
+            throw DeviceError("Metal: the kernels do not compile; use device=\"cpu\", and report this: " +
+                              fault);
     }
 
     // What is wrong with the sources; nothing: they are compiled.
