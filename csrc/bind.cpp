@@ -17,6 +17,7 @@
 #include <memory>
 
 #include "error.h"
+#include "gpu/device.h"
 #include "gpu/dry.h"
 #include "options.h"
 #include "session.h"
@@ -759,6 +760,12 @@ void bind_session(nb::module_& m) {
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
             "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
         .def(
+            "_compile", [](PySession& s) { return s.session->ops().compile(); },
+            "Compile every kernel; what is wrong with any, a line each.")
+        .def(
+            "_device_seconds", [](PySession& s) { return s.session->ops().device_seconds(); },
+            "Seconds that the device worked since the last call; 0 where it does not say.")
+        .def(
             "_recorded", [](PySession& s) { return s.session->ops().recorded(); },
             "The dispatches since the last call, as an instrumented simulator saw them; the first call "
             "begins.")
@@ -772,6 +779,8 @@ void bind_session(nb::module_& m) {
         .def("_set", &set_activation, "name"_a, "rows"_a)
         .def("_get", &get_activation, "name"_a, "rows"_a);
 
+    m.def("metal_facts", &metal_facts, "kernels"_a = "",
+          "What is known of this machine's GPU as Metal sees it, a line each; empty without Metal.");
     m.def(
         "record_decode",
         [](const std::filesystem::path& directory, int64_t position,

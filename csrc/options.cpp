@@ -148,7 +148,7 @@ std::map<std::string, std::string> Options::values() const {
 }
 
 void Options::check() const {
-    one_of("device", device, "auto cpu cuda sim");
+    one_of("device", device, "auto cpu metal cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
     one_of("simd", simd, "auto avx512 avx2 plain");
     one_of("tiles", tiles, "auto tensor simdgroup");

@@ -41,6 +41,17 @@ def kernels(instrumented: bool = False) -> str:
     return str(compiler.compile(sources, instrumented=instrumented))
 
 
+@cache
+def metal(instrumented: bool = False, source: bool = False) -> str:
+    """Return the path of the Metal device on the simulated framework, with the same kernels.
+
+    source: which compiles the kernels that it carries as text, as on a Mac.
+    """
+    from tools.metal.apple.build import build
+
+    return str(build(None if source else Path(kernels(instrumented))))
+
+
 # The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.
 ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 
@@ -61,7 +72,7 @@ def options_of(backend: str) -> dict[str, str]:
     device, _, kind = backend.partition(" ")
     if not kind:
         return {"device": "cpu", "simd": backend}
-    file = os.environ["LILY_PTX"] if device == "cuda" else kernels()
+    file = os.environ["LILY_PTX"] if device == "cuda" else metal() if device == "metal" else kernels()
     return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})
 
 
