@@ -110,6 +110,7 @@ def rounding_figures(windows: Array, options: dict[str, str]) -> tuple[str, dict
 
 
 OWN_TOKENS = 512  # of a text that the model draws
+# The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.
 ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 
 
@@ -118,7 +119,8 @@ def own_texts(count: int) -> list[Array]:
     from lily import _core
 
     session = _core.Session(_core.Weights(DEMO), {"device": "cpu", "kv": "f32"})
-    begin = np.load(GOLDEN / "demo.npz")["tokens"][0, :4]  # how a text of its kind begins
+    with np.load(GOLDEN / "demo.npz") as golden:
+        begin = golden["tokens"][0, :4]  # how a text of its kind begins
     texts = []
     for seed in range(count):
         state, history = session.new_state(), _core.History()

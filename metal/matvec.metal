@@ -12,8 +12,6 @@ namespace {
 
 constant constexpr ushort kMaxSimds = 32;
 
-METAL_FUNC uint blocks_of(args::Matrix m) { return (m.rows + kRowsOfSimd - 1) / kRowsOfSimd; }
-
 // Four rows, and where their products go: the first `count` of them.
 struct Block {
     Rows rows;
@@ -34,10 +32,10 @@ METAL_FUNC Block block_of(thread const Weights* w, constant args::Matrix* shapes
     Weights weights = w[0];
     args::Matrix m = shapes[0];
     device float* to = out[0];
-    uint first = 0, end = blocks_of(m);
+    uint first = 0, end = blocks_of(m.rows);
 #pragma unroll
     for (ushort i = 1; i < kCount; ++i) {
-        const uint blocks = blocks_of(shapes[i]);
+        const uint blocks = blocks_of(shapes[i].rows);
         if (block >= end) {
             weights = w[i];
             m = shapes[i];
@@ -196,7 +194,6 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
         rows = rows_of(w, m, row, min(uint(kRowsOfSimd), end - row));
         ahead = load<2>(rows, lane);
     }
-    if (!p.best) return;
     if (!p.best) return;
     key = simd_max(key);
     if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;

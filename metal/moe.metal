@@ -44,8 +44,8 @@ constant constexpr ushort kParts = 2;
     threadgroup float partial[kMaxSimds], sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, D = p.router.columns, threads = uint(simds) * kSimd;
     const uint E = p.router.rows, Fs = p.shared_gate.rows;
-    const uint routes = (E + kRowsOfSimd - 1) / kRowsOfSimd;  // blocks of the router, then shared
-    const uint blocks = routes + 1 + (Fs + kRowsOfSimd - 1) / kRowsOfSimd;
+    const uint routes = blocks_of(E);  // blocks of the router, then shared
+    const uint blocks = routes + 1 + blocks_of(Fs);
     const ushort half_of = simd % kParts;
     const uint wanted = group.x * (simds / kParts) + simd / kParts, block = min(wanted, blocks - 1);
     const bool shares = block > routes;
@@ -118,7 +118,7 @@ constant constexpr ushort kParts = 2;
         choose(logits, E, K, simd, simds, lane, expert);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const uint blocks = (F + kRowsOfSimd - 1) / kRowsOfSimd;  // of one expert
+    const uint blocks = blocks_of(F);  // of one expert
     const ushort half_of = simd % kParts;
     const uint wanted = group.x * (simds / kParts) + simd / kParts, block = min(wanted, K * blocks - 1);
     const uint k = block / blocks, row = block % blocks * kRowsOfSimd;
@@ -188,10 +188,8 @@ constant constexpr ushort kParts = 2;
         add_shares(rows, ahead, in, lane, own ? weight[t * K + k] : sigmoid(shared_gate[t]), total);
     }
 #pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) {
-        const float sum = simd_sum(total[r]);
-        if (lane == r) sums[simd][r] = sum;
-    }
+    for (ushort r = 0; r < kRowsOfSimd; ++r) total[r] = simd_sum(total[r]);
+    leave(total, lane, sums[simd]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (thread_index >= count) return;
     float sum = 0;

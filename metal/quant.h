@@ -45,6 +45,9 @@ METAL_FUNC float field(uint word, uint mask) {
     return as_type<float>(0x4b000000u | (word & mask)) - 8388608.0f;
 }
 
+// How many SIMD-groups' worth so many rows are.
+METAL_FUNC uint blocks_of(uint rows) { return (rows + kRowsOfSimd - 1) / kRowsOfSimd; }
+
 // Up to four rows that a SIMD-group multiplies with a vector, from column `begin` to `end` of each; a row
 // past the last repeats it, and of no rows there are no columns.
 struct Rows {

@@ -84,7 +84,7 @@ def codex() -> dict[str, Any]:
             "input": [
                 item("developer", "The sandbox is read-only."),
                 item("developer", "Be brief."),
-                item("user", "<folder>/work/x</folder>"),
+                item("user", "<folder>project/x</folder>"),
                 item("user", "say hi"),
             ],
             "tools": tools,

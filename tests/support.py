@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import rungs
+from bench.agree import ROW_BY_ROW
 from lily import _core, errors, reference
 
 HERE = Path(__file__).parent
@@ -39,10 +40,6 @@ def kernels(instrumented: bool = False) -> str:
 
     sources = sorted((HERE.parent / "metal").glob("*.metal"))
     return str(compiler.compile(sources, instrumented=instrumented))
-
-
-# The GPU's row-by-row kernels for any number of rows: float32 throughout, one result whatever lies beside.
-ROW_BY_ROW = {"matmul_rows": "65536", "flash_from": "0", "gdn_scan_from": "0"}
 
 
 def backends() -> list[str]:

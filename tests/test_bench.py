@@ -1,6 +1,7 @@
 """The measuring programs: what they count, how they take turns, and that they run on a checkpoint."""
 
 import functools
+import gc
 import mmap
 import sys
 import time
@@ -33,6 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @linux_only
 def test_anonymous_peak_holds_what_was_freed_again() -> None:
+    gc.collect()  # what earlier tests left must not be freed meanwhile
     before = load.process_memory()["RssAnon"]
     with load.AnonymousPeak() as peak:
         block = np.ones(64 * MIB, np.uint8)

@@ -374,7 +374,7 @@ def _write(
             written.queue_seconds = time.perf_counter() - asked
             yield from _answer(engine, request, written, place)
         finally:
-            place.state, place.held = None, 0
+            place.forget()
             if place is not written.place:
                 place.leave()
     except _CancelledError:

@@ -85,9 +85,13 @@ class Place:
         """Say that the next chunk is asked for."""
         self.idle_since = None
 
+    def forget(self) -> None:
+        """Say that its state is gone."""
+        self.state, self.held = None, 0
+
     def leave(self) -> None:
         """Let the next one in; doing so twice does nothing."""
-        self.state, self.held = None, 0
+        self.forget()
         self.scheduler.leave(self)
 
     def __enter__(self) -> "Place":

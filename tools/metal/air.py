@@ -98,7 +98,7 @@ def replay(metallib: Metallib, names: Sequence[str], folder: Path) -> Path:
         modules[-1].write_text(code)
         kernels.functions[name] = function
         kernels.instances.append(Instance(name, name, None, function.where))
-    return compile.library_of_modules(modules, kernels, folder / "air.so")
+    return compile.library_of_modules(modules, kernels, folder / "air")
 
 
 def lower(code: str, name: str, entry: str) -> tuple[str, Function]:
