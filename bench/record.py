@@ -2,8 +2,14 @@
 
 A record is a line of JSON in bench/records/<machine>.jsonl. Every figure in it is computed here from samples;
 nothing accepts a median. Docs and README quote records by id.
+
+A machine without git writes samples into a file of its own, with `--record FILE` of any bench. With the same
+code checked out where there is git, they become records:
+
+    python -m bench.record FILE
 """
 
+import argparse
 import datetime
 import json
 import math
@@ -53,12 +59,16 @@ def summarise(samples: Sequence[float]) -> dict[str, Any]:
     return {"n": len(samples), **{name: float(f"{value:.6g}") for name, value in figures.items()}}
 
 
-def machine() -> dict[str, Any]:
-    """Return chip, cores, memory_gb and os of the machine that this runs on."""
+def machine(device: str = "") -> dict[str, Any]:
+    """Return chip, cores, memory_gb and os of the machine that this runs on.
+
+    device: as a session names it; the chip is then the GPU that it names, "cuda (NVIDIA H200)".
+    """
+    gpu = re.fullmatch(r"\w+ \((.+)\)", device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "chip": _chip(),
+        "chip": gpu[1] if gpu else _chip(),
         "cores": cores,
         "memory_gb": round(memory / 2**30, 1),
         "os": f"{platform.system()} {platform.release()}",
@@ -82,7 +92,7 @@ def commit() -> dict[str, Any]:
     return {"commit": _output("git", "rev-parse", "--short=12", "HEAD"), "dirty": bool(changes)}
 
 
-def append(
+def measured(
     *,
     bench: str,
     case: str,
@@ -91,37 +101,67 @@ def append(
     options: Mapping[str, Any] | None = None,
     note: str = "",
     kept: bool = True,
-    directory: Path = RECORDS,
+    device: str = "",
 ) -> dict[str, Any]:
-    """Add a record of samples that were just measured on this machine, and return it.
+    """Return samples that were just measured on this machine, with what a record says of them.
 
     Raises ValueError for no samples, for ones not finite, and if kept is False and no note says why.
     """
     if not kept and not note:
         raise ValueError("note: wanted the reason why the experiment was not kept, got none")
-    here = machine()
-    name = re.sub(r"[^a-z0-9]+", "-", f"{here['chip']} {here['cores']}c".lower().replace("(r)", "")).strip(
-        "-"
-    )
-    path = directory / f"{name}.jsonl"
-    record = {
-        "id": f"{name}-{len(read(path)) + 1 if path.exists() else 1:04d}",
+    summarise(samples)
+    return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        **commit(),
-        **here,
+        **machine(device),
         "bench": bench,
         "case": case,
         "options": dict(options or {}),
         "unit": unit,
-        **summarise(samples),
+        "samples": list(samples),
         "note": note,
         "kept": kept,
     }
+
+
+def append(*, directory: Path = RECORDS, **given: Any) -> dict[str, Any]:
+    """Add a record of samples that were just measured on this machine, and return it; see measured()."""
+    return add(measured(**given), directory)
+
+
+def add(samples: Mapping[str, Any], directory: Path = RECORDS) -> dict[str, Any]:
+    """Add a record of what measured() returned, by the code that is checked out here."""
+    facts = {**samples, **summarise(samples["samples"]), **commit()}
+    machine_name = f"{facts['chip']} {facts['cores']}c".lower().replace("(r)", "")
+    name = re.sub(r"[^a-z0-9]+", "-", machine_name).strip("-")
+    path = directory / f"{name}.jsonl"
+    facts["id"] = f"{name}-{len(read(path)) + 1 if path.exists() else 1:04d}"
+    record = {field: facts[field] for field in FIELDS}
     check(record)
     directory.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return record
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Give a bench the option --record, whose value keep() takes."""
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="append the figures to bench/records, or as samples to FILE, see bench/record.py",
+    )
+
+
+def keep(to: str | None, **given: Any) -> None:
+    """Print a case's figures, and do with them what --record asked for: nothing, records, or a file."""
+    print(line(given["case"], given["unit"], summarise(given["samples"])), flush=True)
+    if to == "":
+        append(**given)
+    elif to is not None:
+        with Path(to).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(measured(**given), ensure_ascii=False) + "\n")
 
 
 def check(record: Mapping[str, Any]) -> None:
@@ -148,3 +188,16 @@ def line(case: str, unit: str, figures: Mapping[str, Any]) -> str:
     """Return a case and its figures, of a record or fresh from summarise, as a line for a terminal."""
     spread = f"{figures['min']:.4g} ... {figures['max']:.4g}, n {figures['n']}"
     return f"{case:<24} {figures['median']:>9.4g} {unit:<6} ({spread})"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make records of the samples in some files."""
+    parser = argparse.ArgumentParser(prog="python -m bench.record", description=main.__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    for file in parser.parse_args(arguments).files:
+        for text in file.read_text(encoding="utf-8").splitlines():
+            print(add(json.loads(text))["id"])
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import record
-from bench.speed import Case, alternate
 from lily import _core
+from lily.speed import Case, alternate
 
 VOCAB = 248_320
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3}

@@ -398,24 +398,28 @@ FloatArray get_activation(PySession& s, const std::string& name, size_t rows) {
     return out;
 }
 
-void run_op(PySession& s, const std::string& name, int index,
-            const std::vector<std::pair<State*, Tokens>>& parts) {
+// A batch of what some sequences take in next, with the memory that its spans show.
+struct OwnBatch {
     std::vector<int32_t> tokens;
     std::vector<Segment> segments;
-    Ops& ops = s.session->ops();
-    for (const auto& [state, ids] : parts) {
-        s.session->check_own(*state);
-        const auto span = span_of(ids);
-        state->prepare(static_cast<int64_t>(span.size()), ops);
-        segments.push_back(
-            {state, static_cast<int>(tokens.size()), static_cast<int>(span.size()), state->length()});
-        tokens.insert(tokens.end(), span.begin(), span.end());
+
+    OwnBatch(PySession& s, const std::vector<std::pair<State*, Tokens>>& parts) {
+        for (const auto& [state, ids] : parts) {
+            s.session->check_own(*state);
+            const auto span = span_of(ids);
+            state->prepare(static_cast<int64_t>(span.size()), s.session->ops());
+            segments.push_back(
+                {state, static_cast<int>(tokens.size()), static_cast<int>(span.size()), state->length()});
+            tokens.insert(tokens.end(), span.begin(), span.end());
+        }
+        if (batch().rows > s.session->ops().activations().x.shape[0])
+            throw std::invalid_argument("tokens: more than a pass holds");
     }
-    const Batch batch{tokens, segments, static_cast<int>(tokens.size())};
-    if (batch.rows > ops.activations().x.shape[0])
-        throw std::invalid_argument("tokens: more than a pass holds");
-    if (name == "forward") return forward(*s.weights, ops, batch);
-    ops.begin(batch);
+    Batch batch() const { return {tokens, segments, static_cast<int>(tokens.size())}; }
+};
+
+void run_step(PySession& s, const std::string& name, int index, const Batch& batch) {
+    Ops& ops = s.session->ops();
     if (name == "embed") return ops.embed(s.weights->embedding, batch);
     using Step = void (Ops::*)(const LayerWeights&, const Batch&);
     static const std::map<std::string, Step> kSteps = {
@@ -426,6 +430,44 @@ void run_op(PySession& s, const std::string& name, int index,
     const auto step = kSteps.find(name);
     if (step == kSteps.end()) throw std::invalid_argument("no op '" + name + "'");
     (ops.*step->second)(s.layer(index), batch);
+}
+
+void run_op(PySession& s, const std::string& name, int index,
+            const std::vector<std::pair<State*, Tokens>>& parts) {
+    const OwnBatch own(s, parts);
+    Ops& ops = s.session->ops();
+    if (name == "forward") return forward(*s.weights, ops, own.batch());
+    ops.begin(own.batch());
+    run_step(s, name, index, own.batch());
+}
+
+// Seconds of a list of ops, run over and over on a batch as one run of work. What the host does for a pass is
+// left out; head and sample are of the first row.
+double time_ops(PySession& s, const std::vector<std::pair<std::string, int>>& list, int times,
+                const std::vector<std::pair<State*, Tokens>>& parts) {
+    const OwnBatch own(s, parts);
+    Session& session = *s.session;
+    Ops& ops = session.ops();
+    const auto vocab = static_cast<size_t>(s.weights->config.vocab);
+    const Memory logits = ops.allocate(vocab * sizeof(float));
+    const auto run = [&] {
+        for (const auto& [name, layer] : list) {
+            if (name == "head")
+                ops.head(*s.weights, 0, 1, reinterpret_cast<float*>(logits.get()));
+            else if (name == "sample")
+                ops.sample({reinterpret_cast<const float*>(logits.get()), vocab}, {}, {});
+            else
+                run_step(s, name, layer, own.batch());
+        }
+    };
+    const nb::gil_scoped_release no_gil;
+    ops.begin(own.batch());
+    run();  // warms up
+    ops.finish();
+    const auto began = std::chrono::steady_clock::now();
+    for (int i = 0; i < times; ++i) run();
+    ops.finish();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
 // Python's Sampling(...) has the numbers as doubles and logit_bias as a dict.
@@ -628,6 +670,20 @@ void bind_session(nb::module_& m) {
                 "def step(self, state: State, token: int, sampling: Sampling, history: History, " LILY_ALLOWED
                 ") -> int"))
         .def(
+            "step_with",
+            [](PySession& s, State& state, int32_t token, const Tokens& guess, const Sampling& sampling,
+               History& history) {
+                const Call call(s);
+                nb::gil_scoped_release no_gil;
+                return s.session->step_with(state, token, span_of(guess), sampling, history);
+            },
+            "state"_a, "token"_a, "guess"_a, "sampling"_a, "history"_a,
+            "Take in a drawn token and a guess of what follows it in one pass; return the tokens that as "
+            "many "
+            "steps would have drawn, as far as the guess was right, and one more.",
+            nb::sig("def step_with(self, state: State, token: int, guess: numpy.typing.NDArray[numpy.int32], "
+                    "sampling: Sampling, history: History) -> list[int]"))
+        .def(
             "logprobs",
             [](const PySession& s, const State& state, int32_t token, int top) {
                 std::vector<TokenLogprob> found;
@@ -708,6 +764,8 @@ void bind_session(nb::module_& m) {
             "begins.")
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
+        .def("_time", &time_ops, "ops"_a, "times"_a, "parts"_a,
+             "Seconds of [(op, layer), ...] run `times` times on one batch, for benchmarks.")
         .def(
             "_advance", [](PySession&, State& state, int64_t tokens) { state.advance(tokens); }, "state"_a,
             "tokens"_a)
@@ -752,6 +810,8 @@ void bind_session(nb::module_& m) {
             return list;
         },
         "Every option: name, type, default, what it does.");
+    m.def("option_alternatives", &option_alternatives,
+          "The values that each option's default is measured against; none for one that is no technique.");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cctype>
 #include <charconv>
 #include <cstdlib>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 
@@ -80,10 +81,44 @@ size_t distance(const std::string& a, const std::string& b) {
         (nearest.empty() ? "; the options are " + all : ", did you mean '" + nearest + "'?"));
 }
 
+std::vector<std::string> words_of(const std::string& text) {
+    std::istringstream stream(text);
+    return {std::istream_iterator<std::string>(stream), {}};
+}
+
+// Against what a technique is measured. A switch's is its opposite, whichever switch it is; of numbers and
+// names it has to be said.
+std::vector<std::string> alternatives(const std::string&, bool standard) {
+    return {text_of(!standard)};
+}
+template <class Value>
+std::vector<std::string> alternatives(const std::string& name, const Value&) {
+    static const std::map<std::string, std::string> kSaid = {
+        {"device", ""},
+        {"threads", ""},
+        {"simd", ""},
+        {"kernels", ""},
+        {"kv", ""},  // changes what is kept, and is judged by agreement first
+        {"decode_batch", ""},
+        {"checkpoint_tokens", ""},
+        {"speculate", ""},  // depends on the text: bench/speculate.py
+        {"prefill_chunk", "512 1024 4096 8192"},
+        {"fixed_blocks_from", "0 1"},
+        {"flash_from", "0"},
+        {"gdn_scan", "registers packed"},
+        {"gdn_scan_from", "0"},
+        {"matmul_rows", "65537"},  // past the largest chunk: never
+        {"expert_tile", "16 32"},
+        {"tiles", "simdgroup"},
+    };
+    const auto said = kSaid.find(name);
+    if (said == kSaid.end())
+        throw std::logic_error("option " + name + ": options.cpp does not say what it is measured against");
+    return words_of(said->second);
+}
+
 void one_of(const char* name, const std::string& value, const char* allowed) {
-    std::istringstream names(allowed);
-    for (std::string word; names >> word;)
-        if (word == value) return;
+    if (std::ranges::count(words_of(allowed), value)) return;
     throw std::invalid_argument(std::string("option ") + name + ": wanted one of " + allowed + ", got '" +
                                 value + "'");
 }
@@ -125,6 +160,7 @@ void Options::check() const {
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
     in_range("decode_batch", decode_batch, 1, 32);
+    in_range("speculate", speculate, 0, 7);
     in_range("matmul_rows", matmul_rows, 2, 65537);
     one_of("expert_tile", text_of(expert_tile), "0 16 32");
 }
@@ -153,6 +189,15 @@ std::vector<OptionInfo> option_list() {
     LILY_OPTIONS(LILY_OPTION)
 #undef LILY_OPTION
     return list;
+}
+
+std::map<std::string, std::vector<std::string>> option_alternatives() {
+    const Options defaults;
+    std::map<std::string, std::vector<std::string>> all;
+#define LILY_OPTION(type, name, standard, text) all[#name] = alternatives(#name, defaults.name);
+    LILY_OPTIONS(LILY_OPTION)
+#undef LILY_OPTION
+    return all;
 }
 
 }  // namespace lily

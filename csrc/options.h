@@ -13,8 +13,9 @@ namespace lily {
 #define LILY_OPTIONS(X)                                                                                               \
     X(std::string,  device,        "auto",  "Where to run: auto, cpu, cuda or sim (the GPU kernels, simulated).")                                         \
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
-    X(int,          prefill_chunk, 2048,    "Tokens in one pass while a prompt is taken in.")                         \
+    X(int,          prefill_chunk, 2048,    "Prefill: tokens in one pass.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
+    X(int,          speculate,     0,       "Tokens guessed ahead from what followed the same words before, and checked in one pass, 7 at most; 0 guesses none.") \
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
@@ -36,8 +37,8 @@ namespace lily {
     X(bool,         concurrent,    true,    "GPU: dispatches that need nothing of one another run side by side.")              \
     X(bool,         token_handoff, true,    "GPU decode: a drawn token goes to the next step without the host.")               \
     X(std::string,  tiles,         "auto",  "GPU prefill: what multiplies tiles: tensor (Metal 4's tensor operations), simdgroup (simdgroup_matrix), or auto, the first if the GPU has it.") \
-    X(int,          matmul_rows,   9,       "GPU: rows of a prompt from which products are tiled, not row by row.")   \
-    X(int,          expert_tile,   0,       "GPU: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
+    X(int,          matmul_rows,   9,       "GPU prefill: rows from which products are tiled, not row by row.")   \
+    X(int,          expert_tile,   0,       "GPU prefill: rows of an expert in a tile: 16, 32, or 0 for up to 128 together.")
 // clang-format on
 
 struct Options {
@@ -59,5 +60,9 @@ struct OptionInfo {
     std::string name, type, standard, text;
 };
 std::vector<OptionInfo> option_list();
+
+// The values that an option's default is measured against, by option; none for one that is not a technique.
+// Throws std::logic_error for an option of which it is not said.
+std::map<std::string, std::vector<std::string>> option_alternatives();
 
 }  // namespace lily

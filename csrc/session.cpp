@@ -308,11 +308,49 @@ void Session::run(std::vector<Step*> steps) {
 void Session::heads(std::span<Step* const> steps) {
     const auto rows = static_cast<int>(steps.size());
     if (rows == 1) return ops_->head(*weights_, 0, 1, steps[0]->state->new_logits(*ops_));
-    if (!step_logits_) step_logits_ = ops_->allocate(static_cast<size_t>(most_steps_) * layout_.logits);
-    ops_->head(*weights_, 0, rows, reinterpret_cast<float*>(step_logits_.get()));
+    ops_->head(*weights_, 0, rows, logit_rows(steps.size()));
     for (size_t r = 0; r < steps.size(); ++r)
         ops_->copy(reinterpret_cast<std::byte*>(steps[r]->state->new_logits(*ops_)),
-                   step_logits_.get() + r * layout_.logits, layout_.logits);
+                   logit_rows_.get() + r * layout_.logits, layout_.logits);
+}
+
+float* Session::logit_rows(size_t rows) {
+    if (rows > logit_rows_held_) {
+        logit_rows_ = ops_->allocate(rows * layout_.logits);
+        logit_rows_held_ = rows;
+    }
+    return reinterpret_cast<float*>(logit_rows_.get());
+}
+
+// The kernels are those of a single row, which give each of several rows the bits that it has alone. The
+// recurrent states can't be taken back: after a wrong guess the state from before takes in what was right.
+std::vector<int32_t> Session::step_with(State& state, int32_t token, std::span<const int32_t> guess,
+                                        const Sampling& sampling, History& history) {
+    std::vector<int32_t> tokens{token};
+    tokens.insert(tokens.end(), guess.begin(), guess.end());
+    check(state, tokens, {});
+    LILY_CHECK(std::invalid_argument, static_cast<int>(tokens.size()) <= std::min(kLogitRows, chunk_),
+               "guess: wanted at most %d tokens, got %zu", std::min(kLogitRows, chunk_) - 1, guess.size());
+    const Turn turn(*this);
+    const State before = state.fork();
+    pass(state, tokens, 1, nullptr);
+    const auto vocab = static_cast<size_t>(weights_->config.vocab);
+    const float* rows = logit_rows(tokens.size());
+    ops_->head(*weights_, 0, static_cast<int>(tokens.size()), logit_rows(tokens.size()));
+    std::vector<int32_t> drawn;
+    for (size_t r = 0; r < tokens.size() && (r == 0 || drawn.back() == tokens[r]); ++r) {
+        history.add(tokens[r]);
+        const int64_t position = before.length() + static_cast<int64_t>(drawn.size()) + 1;
+        drawn.push_back(draw({rows + r * vocab, vocab}, sampling, {position, history.counts(), {}}));
+    }
+    if (drawn.size() < tokens.size()) {
+        state = before;
+        pass(state, std::span(tokens).first(drawn.size()), 1, nullptr);
+    }
+    ops_->copy(reinterpret_cast<std::byte*>(state.new_logits(*ops_)),
+               logit_rows_.get() + (drawn.size() - 1) * layout_.logits, layout_.logits);
+    state.set_logits(true);
+    return drawn;
 }
 
 std::vector<TokenLogprob> Session::logprobs(const State& state, int32_t token, int top) {

@@ -90,6 +90,12 @@ class Session {
     int32_t step(State& state, int32_t token, const Sampling& sampling, History& history,
                  std::span<const uint32_t> allowed = {});
 
+    // A step that takes in a guess of what follows the token too: one pass for all of them, from whose rows
+    // it draws as step does until a draw is not the guess. Returns the draws, the last of them not taken in:
+    // the tokens that as many steps would have given, and the state that they would have left.
+    std::vector<int32_t> step_with(State& state, int32_t token, std::span<const int32_t> guess,
+                                   const Sampling& sampling, History& history);
+
     // What logprobs.h says of the state's logits.
     std::vector<TokenLogprob> logprobs(const State& state, int32_t token, int top);
 
@@ -111,6 +117,7 @@ class Session {
     std::shared_ptr<Block> adopt(const Memory& file, size_t size, int64_t at, size_t bytes);
     void run(std::vector<Step*> steps);
     void heads(std::span<Step* const> steps);
+    float* logit_rows(size_t rows);
     int32_t draw(std::span<const float> logits, const Sampling&, const Draw&);
 
     class Turn;
@@ -122,7 +129,8 @@ class Session {
     int chunk_;
     Turns turns_;
     Kept kept_;
-    Memory step_logits_;  // (most_steps, V) f32, once several steps are run together
+    Memory logit_rows_;  // (rows, V) f32, once a pass has several rows to draw from
+    size_t logit_rows_held_ = 0;
     const int most_steps_;
 
     static constexpr int32_t kNone = -2;

@@ -5,6 +5,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "twin.h"
 
 namespace lily {
 
@@ -101,9 +102,9 @@ METAL_FUNC void load(thread const Rows& rows, uint stretch, thread Ahead<N>& ahe
         const uint i = min(stretch + a * kSimd, last), group = i / of_group;
 #pragma unroll
         for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            ahead.words[a][r] = ((device const uint2*)rows.weight[r])[i];
-            ahead.scales[a][r] = ((device const ushort*)rows.scales[r])[group];
-            ahead.biases[a][r] = ((device const ushort*)rows.biases[r])[group];
+            ahead.words[a][r] = twin::load((device const uint2*)rows.weight[r], i);
+            ahead.scales[a][r] = twin::load((device const ushort*)rows.scales[r], group);
+            ahead.biases[a][r] = twin::load((device const ushort*)rows.biases[r], group);
         }
     }
 }
@@ -135,7 +136,7 @@ METAL_FUNC void add_stretches(thread const Ahead<N>& ahead, uint stretch, uint e
         float v[kSlots];
         float sum = 0;
 #pragma unroll
-        for (ushort j = 0; j < kSlots; j += 4) {
+        for (ushort j = 0; j < kSlots; j += twin::step(4, kSlots)) {
             const float4 four = *(threadgroup const float4*)(x + args::spread(i * kSlots + j)) * factor;
 #pragma unroll
             for (ushort c = 0; c < 4; ++c) {
@@ -147,7 +148,7 @@ METAL_FUNC void add_stretches(thread const Ahead<N>& ahead, uint stretch, uint e
         for (ushort r = 0; r < kRowsOfSimd; ++r) {
             float dot = 0;
 #pragma unroll
-            for (ushort j = 0; j < kSlots; ++j) {
+            for (ushort j = 0; j < kSlots; j += twin::step(1, kSlots)) {
                 const uint word = ahead.words[a][r][j / (2 * kOfHalf)] >> (j / kOfHalf % 2 * 16);
                 dot = fma(field(word, kMask << (kBits * (j % kOfHalf))), v[j], dot);
             }

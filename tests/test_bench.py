@@ -12,6 +12,7 @@ import pytest
 
 from bench import agree, load, record, speed, synthetic
 from bench.synthetic_config import describe
+from lily.speed import alternate
 
 pytestmark = pytest.mark.unsanitized
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status, which Linux has")
@@ -85,7 +86,7 @@ def test_rounds_go_there_and_back_and_the_first_is_not_counted() -> None:
         calls.append(name)
         return float(len(calls))
 
-    samples = speed.alternate({name: functools.partial(case, name) for name in "abc"}, rounds=2)
+    samples = alternate({name: functools.partial(case, name) for name in "abc"}, rounds=2)
     assert "".join(calls) == "abccbaabc"
     assert samples == {"a": [6.0, 7.0], "b": [5.0, 8.0], "c": [4.0, 9.0]}
 
@@ -94,7 +95,7 @@ def test_rounds_go_there_and_back_and_the_first_is_not_counted() -> None:
     ("arguments", "message"),
     [
         (["--prefill", "128,0"], "wanted lengths of at least 1"),
-        (["--decode", "many"], "wanted lengths of at least 1, such as 128,2048, got many"),
+        (["--decode", "many"], "wanted lengths of at least 1, such as 128,2K, got many"),
         (["--prefill", "", "--decode", ""], "wanted at least one step, one round and one length"),
         (["--rounds", "0"], "wanted at least one step, one round and one length"),
         (["--option", "threads"], "wanted NAME=VALUE, got threads"),

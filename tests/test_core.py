@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import checkpoint_maker
 import sharding
-from bench.agree import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import _core, errors, reference
+from lily.agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from support import CHECKPOINTS, GOLDEN, code_paths, compare
 
 FLOAT32 = {"kv": "f32"}

@@ -8,8 +8,8 @@ import pytest
 
 import rungs
 from bench import synthetic
-from bench.agree import kl_divergence, top1_agreement
 from lily import _core, reference
+from lily.agreement import kl_divergence, top1_agreement
 from support import ROW_BY_ROW, code_paths, compare, kernels
 
 VOCAB = 2048

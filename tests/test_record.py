@@ -68,6 +68,26 @@ def test_records_are_appended_and_counted(tmp_path: Path) -> None:
     assert list(first) == list(record.FIELDS)
 
 
+def test_samples_of_a_machine_without_git_become_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, records = tmp_path / "samples.jsonl", tmp_path / "records"
+    given = {"bench": "ablate", "case": "decode@512", "unit": "%", "samples": [3.0, 1.0, 2.0]}
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "_output", None)  # no command can be run
+        record.keep(str(file), **given, options={"gqa_packing": "false"}, device="cuda (NVIDIA H200)")
+        record.keep(None, **given)
+    monkeypatch.setattr(record.add, "__defaults__", (records,))
+    record.main([str(file)])
+    (path,) = records.iterdir()
+    (made,) = record.read(path)
+    assert made["id"] == f"nvidia-h200-{made['cores']}c-0001"
+    assert made["chip"] == "NVIDIA H200"
+    assert (made["n"], made["min"], made["median"], made["max"]) == (3, 1, 2, 3)
+    assert made["options"] == {"gqa_packing": "false"}
+    assert capsys.readouterr().out.splitlines()[-1] == made["id"]
+
+
 def test_an_experiment_not_kept_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="wanted the reason"):
         add(tmp_path, kept=False)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sharding
-from bench.agree import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 from lily import reference
+from lily.agreement import kl_divergence, perplexity, target_log_probabilities, top1_agreement
 
 HERE = Path(__file__).parent
 CHECKPOINTS, GOLDEN = HERE / "checkpoints", HERE / "golden"

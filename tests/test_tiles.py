@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import rungs
-from bench.agree import kl_divergence, text_figures, top1_agreement
+from bench.agree import text_figures
 from cases import OPS, Case, inputs
 from lily import _core, errors, reference
+from lily.agreement import kl_divergence, top1_agreement
 from support import CHECKPOINTS, GOLDEN, compare, kernels
 from test_ops import padded, widths
 

@@ -57,22 +57,47 @@ def options_page(page: str) -> str:
     return with_table(page, "options", head, rows)
 
 
+def newest_of(bench: str, records: Path) -> list[dict[str, Any]]:
+    """Give the newest record of each case and options of each machine."""
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for file in sorted(records.glob("*.jsonl")):
+        for r in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if r["bench"] == bench and r["kept"]:
+                newest[file.stem, r["case"], json.dumps(r["options"])] = r
+    return list(newest.values())
+
+
+def beside_the_article(bench: str, records: Path, known: dict[str, Any]) -> tuple[str, list[str]]:
+    """Give head and rows of a table of records, with the article's figure of a case where it is at hand."""
+    rows = []
+    for r in newest_of(bench, records):
+        spread = f"{r['min']:.4g} to {r['max']:.4g}, n {r['n']}"
+        cells = [r["case"], r["chip"], f"{r['median']:.4g} {r['unit']}", spread]
+        theirs = known.get(r["case"], known.get(r["case"].rpartition(", ")[2], ""))
+        rows.append(f"| {' | '.join(cells)} | {theirs} | {r['note']} | {r['id']} |")
+    return "| what | on | median | spread | the article's M5 Max | note | record |", rows
+
+
+def sweep_of_the_article(article: dict[str, Any]) -> tuple[str, list[str]]:
+    """Give head and rows of the sweep that the article's engine was measured by, tok/s."""
+    rows = [f"| {length} | {' | '.join(map(str, rates))} |" for length, rates in article["sweep"].items()]
+    return f"| tokens | {' | '.join(article['sweep_columns'])} |", rows
+
+
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
-    for bench in ("agree", "crowd", "load", "serve", "speed"):
-        newest: dict[tuple[str, ...], str] = {}
-        for file in sorted(records.glob("*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                r = json.loads(line)
-                if r["bench"] != bench or not r["kept"]:
-                    continue
-                options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
-                spread = f"{r['min']:.4g} to {r['max']:.4g}, n {r['n']}" if r["n"] > 1 else r["note"]
-                newest[file.stem, r["case"], options] = (
-                    f"| {r['case']} | {r['median']:.4g} {r['unit']} | {spread} | {options} | {r['id']} |"
-                )
+    article = json.loads((Path(__file__).parent.parent / "bench" / "article.json").read_text("utf-8"))
+    for bench in ("ablate", "limits", "speculate"):
+        page = with_table(page, bench, *beside_the_article(bench, records, article[bench]))
+    page = with_table(page, "sweep", *sweep_of_the_article(article))
+    for bench in ("agree", "crowd", "layers", "load", "peers", "serve", "speed"):
+        rows = []
+        for r in newest_of(bench, records):
+            options = ", ".join(f"{name} {value}" for name, value in r["options"].items())
+            spread = f"{r['min']:.4g} to {r['max']:.4g}, n {r['n']}" if r["n"] > 1 else r["note"]
+            rows.append(f"| {r['case']} | {r['median']:.4g} {r['unit']} | {spread} | {options} | {r['id']} |")
         head = "| what | median | spread, or against what | options | record |"
-        page = with_table(page, bench, head, list(newest.values()))
+        page = with_table(page, bench, head, rows)
     return page
 
 

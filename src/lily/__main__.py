@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lily
 from lily.errors import LilyError
+from lily.measuring import add_commands
 
 if TYPE_CHECKING:
     from lily.settings import Generation
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(command=_chat)
 
     _add_serve(commands, model)
+    add_commands(commands, model, _options)
 
     download = commands.add_parser("download", help="fetch a model's files from the Hugging Face hub")
     download.add_argument("id", help="the model's id there, org/name")
@@ -195,10 +197,16 @@ def _given(options: argparse.Namespace) -> dict[str, str]:
     return settings
 
 
-def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
-    settings: dict[str, Any] = {**_given(options), **capacity}
+def _options(options: argparse.Namespace) -> dict[str, str]:
+    """Return how a model is to be run, as the core takes it."""
+    settings = _given(options)
     if options.threads is not None:
-        settings["threads"] = options.threads
+        settings["threads"] = str(options.threads)
+    return settings
+
+
+def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
+    settings: dict[str, Any] = {**_options(options), **capacity}
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
 
 

@@ -262,6 +262,11 @@ class Session:
     def step(self, state: State, token: int, sampling: Sampling, history: History, allowed: numpy.typing.NDArray[numpy.uint32] | None = None) -> int:
         """Take a drawn token in, and into the history, and draw the next."""
 
+    def step_with(self, state: State, token: int, guess: numpy.typing.NDArray[numpy.int32], sampling: Sampling, history: History) -> list[int]:
+        """
+        Take in a drawn token and a guess of what follows it in one pass; return the tokens that as many steps would have drawn, as far as the guess was right, and one more.
+        """
+
     def logprobs(self, state: State, token: int, top: int) -> list[tuple[int, float]]:
         """
         (token, logprob) of a token that could follow, then of the `top` likeliest: the log-softmax of the last token's logits as they are.
@@ -305,6 +310,11 @@ class Session:
     def _run(self, op: str, layer: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> None:
         """Run one op over [(state, tokens), ...], for tests."""
 
+    def _time(self, ops: Sequence[tuple[str, int]], times: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> float:
+        """
+        Seconds of [(op, layer), ...] run `times` times on one batch, for benchmarks.
+        """
+
     def _advance(self, state: State, tokens: int) -> None: ...
 
     def _set(self, name: str, rows: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', writable=False)]) -> None: ...
@@ -323,3 +333,8 @@ def _scratch_of_prefill(directory: str | os.PathLike[str], tokens: int, options:
 
 def option_list() -> list[tuple[str, str, str, str]]:
     """Every option: name, type, default, what it does."""
+
+def option_alternatives() -> dict[str, list[str]]:
+    """
+    The values that each option's default is measured against; none for one that is no technique.
+    """

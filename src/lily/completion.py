@@ -1,13 +1,13 @@
 """What a generation gives back: a stream of chunks while it runs, a Completion when it is done."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from lily import _core
 from lily.answer import Reader
 from lily.errors import DeadlineError
+from lily.guess import Steps
 from lily.logprobs import TokenLogprob, token_logprob
 from lily.progress import Report
 from lily.scheduler import Place
@@ -57,6 +57,8 @@ class Timings:
     prefill_seconds: float, until the first token was drawn; prefill_tokens: int, taken in until then.
     decode_seconds: float, for all later tokens; decode_tokens: int, drawn in that time, the end token among
         them.
+    guessed_tokens: int, taken in with the option speculate before they were drawn; accepted_tokens: int, how
+        many of them were drawn then.
     """
 
     prefill_seconds: float
@@ -64,6 +66,8 @@ class Timings:
     decode_seconds: float
     decode_tokens: int
     queue_seconds: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -152,7 +156,7 @@ class Request:
 
     tokens: (n,) int32, the part of the prompt to take in first; n is 0 if a prefix holds the whole of it.
     held: the prefix's state that the tokens continue, None for none; never changed.
-    held_tokens: int, how many it holds.
+    held_ids: the tokens that it holds, () for none.
     stop_tokens, stop: the tokens and the strings that end the answer.
     thinking: bool, whether the answer begins inside its thoughts.
     top_logprobs: int, how many tokens to give beside each one's logprob; None for no logprobs.
@@ -166,7 +170,7 @@ class Request:
 
     tokens: "NDArray[np.int32]"
     held: "State | None"
-    held_tokens: int
+    held_ids: Sequence[int]
     sampling: "Sampling"
     max_tokens: int
     stop_tokens: frozenset[int]
@@ -180,6 +184,11 @@ class Request:
     tools: tuple[dict[str, Any], ...] = ()
     parallel_tool_calls: bool = True
     guide: "Guide | None" = None
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens the prefix holds."""
+        return len(self.held_ids)
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,7 +207,7 @@ class Stream(Iterator[Chunk]):
         """Set a generation up; Model.stream and Prefix.stream make one."""
         self._request = request
         self._needed = engine.bytes_for(request.prompt_tokens + request.max_tokens)
-        self._written = _Written(
+        self._written = Written(
             logprobs=None if request.top_logprobs is None else [],
             calls=CallReader(request.tools) if request.tools else None,
         )
@@ -273,6 +282,8 @@ class Stream(Iterator[Chunk]):
                 written.decode_seconds,
                 written.decode_tokens,
                 written.queue_seconds,
+                written.guessed_tokens,
+                written.accepted_tokens,
             ),
             seed=request.sampling.seed,
             logprobs=None if written.logprobs is None else tuple(written.logprobs),
@@ -287,7 +298,7 @@ class Stream(Iterator[Chunk]):
 
 
 @dataclass(slots=True)
-class _Written:
+class Written:
     """What a generation has written so far.
 
     handed_out: int, how many of the tokens have gone into a chunk; the text of the others is not certain yet.
@@ -315,6 +326,8 @@ class _Written:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     def check(self) -> None:
         """Raise unless the generation is to go on."""
@@ -362,7 +375,7 @@ class _CancelledError(Exception):
 
 
 def _write(
-    engine: "Engine", request: Request, needed: int, written: _Written
+    engine: "Engine", request: Request, needed: int, written: Written
 ) -> Generator[Chunk, None, None]:
     asked = time.perf_counter()
     if request.timeout is not None:
@@ -382,7 +395,7 @@ def _write(
 
 
 def _answer(
-    engine: "Engine", request: Request, written: _Written, place: Place
+    engine: "Engine", request: Request, written: Written, place: Place
 ) -> Generator[Chunk, None, None]:
     started = time.perf_counter()
     state, hit = engine.take_in_prompt(request, place, written.check)
@@ -405,10 +418,11 @@ def _answer(
 
 
 def _decode(
-    engine: "Engine", request: Request, written: _Written, state: "State", token: int
+    engine: "Engine", request: Request, written: Written, state: "State", token: int
 ) -> Iterator[Chunk]:
     reader = Reader(engine.tokenizer, request.thinking, request.stop)
-    sampling, history, guide = request.sampling.core(), _core.History(), request.guide
+    guide = request.guide
+    steps = Steps(engine, request, written, state)
     while token not in request.stop_tokens:
         written.tokens.append(token)
         if written.logprobs is not None:
@@ -434,11 +448,8 @@ def _decode(
         if written.cancelled:
             break
         written.check()
-        started = time.perf_counter()
         allowed = guide.allowed(reader.thinking, written.reasoning_tokens) if guide else None
-        token = engine.session.step(state, token, sampling, history, allowed)
-        written.decode_seconds += time.perf_counter() - started
-        written.decode_tokens += 1
+        token = steps.after(token, allowed)
     else:
         written.finish_reason = "stop"
     chunk = written.end(reader.finish())

@@ -324,6 +324,8 @@ class Engine:
             self.splices.remember(request.tokens, answer)
         if cache is None or self._session is None:
             return
+        if state.length > len(request.tokens) + len(answer):
+            return  # the answer ended inside a guess that was right, which the state has whole
         tokens = np.concatenate([request.tokens, np.asarray(answer, np.int32)])[: state.length]
         if state.length - len(request.tokens) >= LEAST:
             cache.put(tokens, state.fork(), hit, written=True, wait=not dropped)
@@ -364,7 +366,7 @@ class Engine:
         return Request(
             tokens,
             state,
-            len(held),
+            held,
             sampling,
             max_tokens=self._max_tokens(prompt, settings.get("max_tokens")),
             stop_tokens=stop,
