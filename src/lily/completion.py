@@ -374,9 +374,7 @@ class _CancelledError(Exception):
     """What ends the taking in of a prompt that nobody waits for any more."""
 
 
-def _write(
-    engine: "Engine", request: Request, needed: int, written: Written
-) -> Generator[Chunk, None, None]:
+def _write(engine: "Engine", request: Request, needed: int, written: Written) -> Generator[Chunk, None, None]:
     asked = time.perf_counter()
     if request.timeout is not None:
         written.deadline = time.monotonic() + request.timeout
