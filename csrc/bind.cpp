@@ -570,9 +570,8 @@ void bind_session(nb::module_& m) {
             "scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
             "Bytes allocated besides weights and states; fixed when the session is made.")
         .def_prop_ro(
-            "device_memory", [](PySession& s) { return s.session->ops().device_memory(); },
-            "Bytes that weights, scratch and states may take of the device's memory in all; 0 if it does not "
-            "say.")
+            "room", [](PySession& s) { return s.session->ops().room(); },
+            "Bytes that the device's memory has left for states; None if it does not say.")
         .def_prop_ro(
             "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
         .def_prop_ro(

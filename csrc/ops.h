@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -161,9 +162,9 @@ struct Ops {
     virtual int32_t drawn(int back = 0) = 0;
     // Whether the host is free while a pass runs, so that the next can be prepared before its token is known.
     virtual bool overlaps() const { return false; }
-    virtual std::vector<std::string> compile() { return {}; }  // see Device::compile
-    virtual double device_seconds() { return 0; }              // see Device::seconds
-    virtual size_t device_memory() const { return 0; }         // see Device::memory
+    virtual std::vector<std::string> compile() { return {}; }            // see Device::compile
+    virtual double device_seconds() { return 0; }                        // see Device::seconds
+    virtual std::optional<size_t> room() const { return std::nullopt; }  // see Device::room
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).

@@ -294,24 +294,29 @@ def test_too_small_a_machine_is_told_so_before_anything_is_allocated(framework):
 
 def test_what_the_gpu_may_use_bounds_what_states_may_take(framework):
     """A prompt that the GPU has no memory for is refused before it is begun, though the machine has it."""
-    options = {"device": "metal", "kernels": framework.path, "kv": "f32"} | {
+    options = {
+        "device": "metal",
+        "kernels": framework.path,
+        "kv": "f32",
         "prefill_chunk": 64,
         "cache_bytes": 0,
     }
-    with framework.having(working_set=(512 << 20) + (39 << 20)):
+    gc.collect()
+    with framework.having(working_set=(512 << 20) + (52 << 20)):
         with lily.Model.load(lily.DEMO, **options) as model:
             engine = model._engine
-            session = engine.session
-            left = (39 << 20) - engine.weight_bytes - session.scratch_bytes
-            assert session.device_memory == 39 << 20
-            assert session.state_limit == left
-            assert engine.bytes_for(16) < left < engine.bytes_for(4000)
+            limit = engine.session.state_limit
+            assert limit == engine.session.room
+            assert limit < (52 << 20) - engine.weight_bytes - engine.session.scratch_bytes
+            assert engine.bytes_for(16) < limit < engine.bytes_for(4000)
             before = framework.get("allocated")
             with pytest.raises(lily.MemoryLimitError, match=r"of the \d+\.\d MB for states"):
                 model.prefill(np.zeros(4000, np.int32))
             assert framework.get("allocated") == before
+        gc.collect()
         with lily.Model.load(lily.DEMO, **options, memory_bytes=1 << 40) as model:
-            assert model._engine.session.state_limit == left
+            assert model._engine.session.state_limit == limit
+    assert lily.Model.load(lily.DEMO, device="cpu")._engine.session.room is None
 
 
 def threads():

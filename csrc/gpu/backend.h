@@ -40,7 +40,7 @@ class GpuOps final : public Ops {
     void finish() override { recorder_.finish(); }
     std::vector<std::string> compile() override { return device_->compile(); }
     double device_seconds() override { return device_->seconds(); }
-    size_t device_memory() const override { return device_->memory(); }
+    std::optional<size_t> room() const override { return device_->room(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
     std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }
 

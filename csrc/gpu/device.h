@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -66,9 +67,11 @@ struct Device {
     // Compiles every kernel; what is wrong with any, a line each. Others compile when they are first
     // dispatched.
     virtual std::vector<std::string> compile() { return {}; }
-    virtual double seconds() { return 0; }       // that the GPU worked since the last call, if it says
-    virtual size_t memory() const { return 0; }  // bytes that may be allocated and mapped in all, if it says
-    virtual void admit(size_t) {}                // throws DeviceError if so many more are not to be had
+    virtual double seconds() { return 0; }  // that the GPU worked since the last call, if it says
+    // Bytes that may still be allocated beside all there is, whose small ones may come in larger pieces;
+    // nothing if it does not say.
+    virtual std::optional<size_t> room() const { return std::nullopt; }
+    virtual void admit(size_t) {}  // throws DeviceError if so many more are not to be had
 
     // Memory of the host's that dispatches read in place, for as long as the device lives.
     virtual void map(std::span<const std::byte>, const std::string& /*label*/) {}

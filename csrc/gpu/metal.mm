@@ -251,9 +251,10 @@ class Space {
         sweep();
         check_room(bytes);
     }
-    size_t usable() const {
-        const size_t most = device_.recommendedMaxWorkingSetSize;
-        return most > kReserve ? most - kReserve : most;
+    size_t room() const {
+        const std::lock_guard lock(mutex_);
+        const size_t kept = taken() + kHeap;
+        return usable() > kept ? usable() - kept : 0;
     }
 
     // Whole pages around a stretch of a file, as views that overlap where one buffer can't hold it.
@@ -324,10 +325,17 @@ class Space {
     const std::shared_ptr<Progress>& progress() const { return progress_; }
 
    private:
+    size_t usable() const {
+        const size_t most = device_.recommendedMaxWorkingSetSize;
+        return most > kReserve ? most - kReserve : most;
+    }
+    // By this device, or, if that is more, by all of the process.
+    size_t taken() const { return std::max<size_t>(allocated_ + mapped_, device_.currentAllocatedSize); }
+
     // The numbers before the allocation, which would otherwise take the machine's memory until all stands
     // still.
     void check_room(size_t bytes) const {
-        const size_t taken = std::max<size_t>(allocated_ + mapped_, device_.currentAllocatedSize);
+        const size_t taken = this->taken();
         LILY_CHECK(
             DeviceError, taken + bytes <= usable(),
             "Metal: wanted %.2f GB more, %.2f of the %.2f GB that the GPU may use are taken. Close other "
@@ -653,7 +661,7 @@ class Metal final : public Device {
     }
     double seconds() override { return space_->progress()->seconds(); }
     void admit(size_t bytes) override { space_->admit(bytes); }
-    size_t memory() const override { return space_->usable(); }
+    std::optional<size_t> room() const override { return space_->room(); }
 
     Memory allocate(size_t bytes) override {
         @autoreleasepool {
@@ -852,7 +860,7 @@ std::string metal_facts(const std::string&) {
         if (@available(macOS 15.0, *)) sets = true;
         const auto megabytes = [](uint64_t bytes) { return static_cast<unsigned long>(bytes >> 20); };
         return format(
-            "GPU: %s\nsystem: %s\nGPU family: %ld\nGPU cores: %ld\nserves: %s\nmatrix units: %s\n"
+            "GPU: %s\nsystem: %s\nGPU family: %ld\nGPU cores: %ld\nserves: %s\ntensor operations: %s\n"
             "the GPU may use: %lu MB, of which %lu are left to others\nlongest buffer: %lu MB\n"
             "residency sets: %s\nkernels: %s\ncommand buffers: at most %.0f ms at %.0f GB/s and %.1f "
             "TFLOP/s\n",

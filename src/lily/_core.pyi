@@ -173,9 +173,9 @@ class Session:
         """
 
     @property
-    def device_memory(self) -> int:
+    def room(self) -> int | None:
         """
-        Bytes that weights, scratch and states may take of the device's memory in all; 0 if it does not say.
+        Bytes that the device's memory has left for states; None if it does not say.
         """
 
     @property

@@ -108,9 +108,9 @@ class Engine:
     def _set_capacity(self, capacity: Capacity, session: _core.Session) -> None:
         limit = capacity.memory_bytes
         if limit is None:
-            limit = memory_for_states(self.weight_bytes, session.scratch_bytes, session.device_memory)
-        elif session.device_memory:
-            limit = min(limit, session.device_memory - self.weight_bytes - session.scratch_bytes)
+            limit = memory_for_states(self.weight_bytes, session.scratch_bytes)
+        if session.room is not None:
+            limit = min(limit, session.room)
         least = self.bytes_for(LEAST)
         if limit < least:
             raise MemoryLimitError(

@@ -276,13 +276,9 @@ class Scheduler:
         )
 
 
-def memory_for_states(weights: int, scratch: int, device: int = 0) -> int:
-    """Return how many bytes there are for states, beside weights and scratch of so many.
-
-    device: that its device may use in all, 0 if it doesn't say; the machine's memory is a limit either way.
-    """
-    most = int(_SHARE * machine_memory())
-    return (min(most, device) if device else most) - weights - scratch
+def memory_for_states(weights: int, scratch: int) -> int:
+    """Return how many bytes the machine has for states, beside weights and scratch of so many."""
+    return int(_SHARE * machine_memory()) - weights - scratch
 
 
 def machine_memory() -> int:
