@@ -13,6 +13,7 @@ import pytest
 import lily
 import rungs
 from lily import _core, errors
+from lily.__main__ import main
 from simulated_metal import GREEDY, PROMPT, begin, go_on, greedy, simulated
 from support import CHECKPOINTS, HERE, ROW_BY_ROW, kernels
 
@@ -599,7 +600,7 @@ def test_a_load_that_is_interrupted_can_be_made_again(framework):
 
 
 @pytest.mark.long
-def test_an_m5_gets_tensor_operations_and_goes_without_if_they_do_not_compile(framework):
+def test_an_m5_gets_tensor_operations_and_goes_without_if_they_do_not_compile(framework, capsys):
     tiles = {"matmul_rows": "9", "flash_from": "9", "gdn_scan_from": "9"}
     plain = "metal (Simulated Apple GPU)"
     want = greedy(framework.session(**tiles), 4)
@@ -620,6 +621,9 @@ def test_an_m5_gets_tensor_operations_and_goes_without_if_they_do_not_compile(fr
             assert greedy(other, 4) == want
             with pytest.raises(errors.DeviceError, match='Use tiles="auto"'), framework.having(**refusal):
                 framework.session(tiles="tensor")
+        with framework.having(refuse_tensors=1):
+            assert main(["info", "--option", "device=metal", "--option", f"kernels={framework.path}"]) == 0
+    assert "no tensor operations: their kernels do not compile" in capsys.readouterr().out
     reasons = [line for line in told if "goes without tensor operations" in line]
     assert "tensors.metal: program_source" in reasons[0]
     assert "_tensor does not compile: Compiler encountered" in reasons[1]

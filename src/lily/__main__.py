@@ -221,12 +221,11 @@ def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
 
     settings: dict[str, Any] = {**_options(options), **capacity}
     log = logging.getLogger("lily.device")
-    if not log.handlers:  # a first load on a Mac compiles for a while
+    log.setLevel(logging.INFO)  # a first load on a Mac compiles for a while
+    if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("lily: %(message)s"))
         log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
 
 
