@@ -208,6 +208,9 @@ def test_a_strict_tool_holds_calls_to_its_schema(model: lily.Model) -> None:
         ({"grammar": 'start: "yes" | "no" WORD\nWORD: /[a-z]{1,4}/'}, "yes|no[a-z]{1,4}"),
         ({"regex": "é+🦊"}, "é+🦊"),
         ({"regex": "a\\/b/c\n[de]"}, "a/b/c\n[de]"),
+        ({"regex": "a\\\nb[\n/]c"}, "a\nb[\n/]c"),
+        ({"regex": "a\\\\\nb"}, "a\\\\\nb"),
+        ({"regex": ""}, ""),
     ],
 )
 def test_patterns_and_grammars(model: lily.Model, settings: dict[str, str], pattern: str) -> None:
