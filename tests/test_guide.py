@@ -15,7 +15,7 @@ import pytest
 import lily
 from lily import _core
 from lily.guide import ToolChoice
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 
 QUESTION = [{"role": "user", "content": "Why?"}]
 POINT = {
@@ -40,12 +40,6 @@ MOVE = {
     },
 }
 WAIT = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("guided"))) as model:
-        yield model
 
 
 class Random:

@@ -1,32 +1,18 @@
 """Coding agents' requests, and their second turns: an answer goes back in and changes nothing before it."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import lily
 from agents import AGENTS
-from scripted import make_checkpoint
 from serving import CLIENT, events, fold, quick
 
 pytestmark = pytest.mark.unsanitized
 SAID = "I look.\n</think>\n\nLet me see.\n\n"
 CALL = "<tool_call>\n<function=tool_0>\n<parameter=path>\né/a\n\n</parameter>\n</function>\n</tool_call>"
 DIALECTS = {"/v1/messages?beta=true": "messages", "/v1/responses": "responses"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
 
 
 @pytest.fixture

@@ -36,18 +36,6 @@ from serving import (
 pytestmark = pytest.mark.unsanitized
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
-
-
 def until(condition: Callable[[], bool], seconds: float = 5) -> None:
     """Wait until something is so."""
     patience = time.monotonic() + seconds

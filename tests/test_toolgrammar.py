@@ -14,7 +14,7 @@ import lily
 from lily.guide import guide_of
 from lily.messages import check_tools
 from lily.tooltypes import Parameters
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 from test_guide import QUESTION, random_logits
 
 WORDS = {"type": "string", "maxLength": 8}
@@ -78,12 +78,6 @@ SCHEMAS: list[dict[str, Any]] = [
     {"properties": {"x": {**CLOSED, "properties": {"enum": {"const": "$ref"}}, "required": ["enum"]}}},
     {"properties": {}, "minProperties": 0},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("strict"))) as model:
-        yield model
 
 
 def tool_of(schema: Any, **more: Any) -> dict[str, Any]:

@@ -234,9 +234,12 @@ class App:
         for stream in streams:
             begun = time.monotonic()
             async with _asynchronous(stream) as chunks:
-                if await anext(chunks, None) is not None:
+                if (chunk := await anext(chunks, None)) is not None:
                     self._measure(stream, begun)
-                done.append(await chunks.completion())
+                    answer.take(len(done), chunk)
+                for chunk in await chunks.rest():
+                    answer.take(len(done), chunk)
+                done.append(stream.so_far())
                 self.metrics.completion(done[-1])
         place.leave()  # whoever has the answer finds it free
         await exchange.json(answer.whole(done))

@@ -1,5 +1,6 @@
 """OpenAI's chat completions."""
 
+import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -202,20 +203,15 @@ class ChatAnswer(Answer):
     def _trimmed(self, index: int, found: list[TokenLogprob], thought: bool) -> list[dict[str, Any]]:
         if thought:
             self._begun.add(-1 - index)  # there are thoughts before it
-        while (
-            found
-            and index not in self._begun
-            and -1 - index in self._begun
-            and not found[0].utf8.strip(b"\n")
-        ):
-            found.pop(0)
+        if index not in self._begun and -1 - index in self._begun:
+            found = behind_break(found)
         if found:
             self._begun.add(index)
         return [logprob(each) for each in found]
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return a choice's last event."""
-        yield self._event(index, {}, done.finish_reason or "stop")
+        yield self._event(index, {}, done.finish_reason or "stop", seed=done.seed)
 
     def close(self, done: Sequence[Completion]) -> Iterable[bytes]:
         """Return the usage, if it is asked for, and the end."""
@@ -258,6 +254,11 @@ class ChatAnswer(Answer):
             "logprobs": logprobs,
             "seed": done.seed,
         }
+
+
+def behind_break(tokens: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Return the tokens of a text behind thoughts, without the newlines that part them."""
+    return list(itertools.dropwhile(lambda each: not each.utf8.strip(b"\n"), tokens))
 
 
 def logprob(token: TokenLogprob) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class CompletionAnswer(Answer):
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return a choice's last event."""
-        yield self._event(index, "", done.finish_reason or "stop")
+        yield self._event(index, "", done.finish_reason or "stop", seed=done.seed)
 
     def close(self, done: Sequence[Completion]) -> Iterable[bytes]:
         """Return the usage, if it is asked for, and the end."""

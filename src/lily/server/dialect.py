@@ -49,6 +49,9 @@ class Answer:
         """Return the events of a piece of the index-th generation."""
         raise NotImplementedError
 
+    def take(self, index: int, chunk: Chunk) -> None:
+        """Take a piece in of an answer that doesn't stream, where its whole depends on the pieces' order."""
+
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return the events that end a generation."""
         raise NotImplementedError

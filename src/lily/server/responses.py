@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lily.completion import Chunk, Completion
-from lily.server.chat import MOST_TOP_LOGPROBS, first, logprob
+from lily.server.chat import MOST_TOP_LOGPROBS, behind_break, first, logprob
 from lily.server.dialect import Answer, Ask, Dialect, given, now, prompt_details, schema_of, thinking_of
 from lily.server.errors import ApiError, invalid, unsupported
 from lily.server.exchange import event
@@ -178,7 +178,6 @@ class ResponsesAnswer(Answer):
         self._number = -1
         self._items: list[dict[str, Any]] = []
         self._open = False
-        self._logprobs: list[dict[str, Any]] = []
         self._response = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -224,8 +223,10 @@ class ResponsesAnswer(Answer):
                 summary_index=0,
                 delta=chunk.reasoning,
             )
-        tokens = [logprob(each) for each in (chunk.logprobs or ())[chunk.reasoning_tokens :]]
         if chunk.text:
+            behind_thoughts = bool(self._items) and self._items[-1]["type"] == "reasoning"
+            found = (chunk.logprobs or ())[chunk.reasoning_tokens :]
+            tokens = [logprob(each) for each in (behind_break(found) if behind_thoughts else found)]
             yield from self._enter("message")
             part = self._items[-1]["content"][0]
             part["text"] += chunk.text
@@ -246,6 +247,11 @@ class ResponsesAnswer(Answer):
                 yield self._event(
                     "response.function_call_arguments.delta", **self._place(), delta=delta.arguments
                 )
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        """Put a piece into the item that it belongs to."""
+        for _ in self.chunk(index, chunk):
+            pass
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -330,8 +336,6 @@ class ResponsesAnswer(Answer):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Return a response."""
         (answer,) = done
-        for _ in self.chunk(0, _all_of(answer)):
-            pass
         for _ in self.end(0, answer):
             pass
         self._finish(answer)
@@ -348,13 +352,3 @@ def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, str]) -> d
         return item | {"id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "content": [part]}
     item |= {"id": f"fc_{secrets.token_hex(12)}", "call_id": key, "name": name, "arguments": ""}
     return item | ({"namespace": spaces[name]} if name is not None and name in spaces else {})
-
-
-def _all_of(done: Completion) -> Chunk:
-    """Return a whole answer as one piece."""
-    from lily.toolcalls import ToolCallDelta
-
-    deltas = tuple(
-        ToolCallDelta(i, call.arguments, call.id, call.name) for i, call in enumerate(done.tool_calls)
-    )
-    return Chunk(done.text, done.tokens, done.reasoning, done.logprobs, deltas, done.usage.reasoning_tokens)
