@@ -294,7 +294,7 @@ def test_a_prefix_has_tokens(model: lily.Model, nothing: object) -> None:
     with pytest.raises(ValueError, match=r"^more: wanted at least one token, got none$"):
         model.prefill([1]).extend(nothing)
     if not isinstance(nothing, str):
-        with pytest.raises(ValueError, match=r"^prompt: wanted at least one token, got none$"):
+        with pytest.raises(ValueError, match=r"^prompt: wanted a str, at least one message or one token"):
             model.prefill(nothing)
 
 

@@ -169,15 +169,8 @@ class Model:
         check_names(settings, Settings)
         report = reporter(settings.get("progress"))
         engine = self._engine
+        tokens, spliced = self._prompt(prompt, settings)
         reuse = settings.get("reuse", "auto")
-        if reuse not in get_args(Reuse):
-            raise ValueError(f"reuse: wanted one of {', '.join(get_args(Reuse))}, got {reuse!r}")
-        rendering = of(Rendering, settings)
-        if settings.get("tool_choice") == "none":
-            rendering.pop("tools", None)
-        tokens, spliced = self._encode(prompt, rendering), 0
-        if reuse == "auto" and _is_rendered(prompt):
-            tokens, spliced = engine.splices.splice(tokens, check_tools(rendering.get("tools") or ()))
         generation = of(Generation, settings)
         return Stream(
             engine, engine.request(tokens, (), None, generation, report, reuse=reuse, spliced_tokens=spliced)
@@ -229,7 +222,7 @@ class Model:
         """
         report = reporter(progress)
         check_names(rendering, Rendering)
-        tokens = self._encode(prompt, rendering)
+        tokens = self._encode(prompt, rendering, self._engine.context)
         self._engine.check_room(len(tokens))
         grid = self._engine.session.grid
         pinned = {integer("checkpoints", n, 1, self._engine.context + 1) // grid * grid for n in checkpoints}
@@ -335,16 +328,37 @@ class Model:
         size = engine.weight_bytes / 1e9
         return f"<lily.Model {engine.name}: {size:.2f} GB on {engine.session.device}>"
 
-    def _encode(self, prompt: Prompt, rendering: Rendering) -> NDArray[np.int32]:
-        """Return a prompt's (n,) int32 token ids."""
+    def _prompt(
+        self, prompt: Prompt, settings: Settings, *, whole: bool = False
+    ) -> tuple[NDArray[np.int32], int]:
+        """Return the (n,) int32 token ids that an answer's prompt has, and how many of them are spliced in.
+
+        whole: whether to return them also if they do not fit the context.
+        """
+        engine = self._engine
+        reuse = settings.get("reuse", "auto")
+        if reuse not in get_args(Reuse):
+            raise ValueError(f"reuse: wanted one of {', '.join(get_args(Reuse))}, got {reuse!r}")
+        rendering = of(Rendering, settings)
+        if settings.get("tool_choice") == "none":
+            rendering.pop("tools", None)
+        tokens = self._encode(prompt, rendering, None if whole else engine.context)
+        if reuse == "auto" and _is_rendered(prompt):
+            return engine.splices.splice(tokens, check_tools(rendering.get("tools") or ()))
+        return tokens, 0
+
+    def _encode(self, prompt: Prompt, rendering: Rendering, most: int | None = None) -> NDArray[np.int32]:
+        """Return a prompt's (n,) int32 token ids; ContextError if they are surely more than `most`."""
         engine = self._engine
         _ = engine.session  # a closed model says so before it looks at the prompt
         if isinstance(prompt, str):
-            return self._encode([{"role": "user", "content": prompt}], rendering)
+            return self._encode([{"role": "user", "content": prompt}], rendering, most)
         if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence | np.ndarray):
             raise TypeError(
                 f"prompt: wanted a str, a list of messages or token ids, got {type(prompt).__name__}"
             )
+        if len(prompt) == 0:
+            raise ValueError("prompt: wanted a str, at least one message or one token id, got an empty list")
         if not _is_rendered(prompt):
             if rendering:
                 raise ValueError(f"{next(iter(rendering))}: wanted messages to render, got token ids")
@@ -355,7 +369,9 @@ class Model:
                 "fetch it, or pass token ids: model.tokenizer.encode(text)"
             )
         messages = cast(Sequence[Message], prompt)
-        return engine.tokens("prompt", engine.template.encode(messages, engine.tokenizer, **rendering))
+        return engine.tokens(
+            "prompt", engine.template.encode(messages, engine.tokenizer, most=most, **rendering)
+        )
 
 
 def _is_rendered(prompt: Prompt) -> bool:

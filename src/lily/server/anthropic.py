@@ -9,7 +9,17 @@ import msgspec
 
 from lily.completion import Chunk, Completion
 from lily.server.chat import first
-from lily.server.dialect import Answer, Ask, Dialect, budget_of, given, schema_of, thinking_of
+from lily.server.dialect import (
+    Answer,
+    Ask,
+    Dialect,
+    budget_of,
+    given,
+    place_of_schema,
+    places_of_tools,
+    schema_of,
+    thinking_of,
+)
 from lily.server.errors import ApiError, invalid, unsupported
 from lily.server.exchange import event
 
@@ -69,10 +79,20 @@ class Messages(Dialect):
             top_k=request.top_k,
             stop=request.stop_sequences or None,
             thinking_budget=budget_of(request.thinking) if thinking else None,
-            **_choice(request.tool_choice),
             **schema_of("output_config.format", output.get("format") or request.output_format),
         )
-        return Ask([prompt], [settings], request.model or "", bool(request.stream))
+        before = len(prompt) - len(request.messages)
+        places = {
+            **{f"messages[{i}]": "system" for i in range(before)},
+            **{
+                f"messages[{before + i}]": f"messages[{i}]"
+                for i in range(len(request.messages) if before else 0)
+            },
+            **places_of_tools([f"tools[{i}]" for i in range(len(request.tools or ()))], "input_schema"),
+            **place_of_schema("output_config.format" if output.get("format") else "output_format", None),
+            "stop": "stop_sequences",
+        }
+        return Ask([prompt], [settings], request.model or "", bool(request.stream), places=places)
 
     def prompt(self, request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages, and the settings that they are rendered by."""
@@ -86,6 +106,7 @@ class Messages(Dialect):
             thinking=thinking and not prefill,
             tools=None if request.tools is None else [_tool(i, each) for i, each in enumerate(request.tools)],
             continue_final_message=True if prefill else None,
+            **_choice(request.tool_choice),
         )
 
     def answer(self, request: MessagesRequest, ask: Ask) -> "MessagesAnswer":

@@ -16,6 +16,7 @@ from lily.server.dialect import (
     budget_of,
     given,
     now,
+    place_of_schema,
     schema_of,
     thinking_of,
     timings_of,
@@ -125,7 +126,10 @@ class Chat(Dialect):
             **schema_of("response_format", request.response_format),
         )
         seeded = [settings if i == 0 else {**settings, "seed": _seed(settings, i)} for i in range(n)]
-        return Ask([request.messages] * n, seeded, request.model or "", bool(request.stream))
+        places = place_of_schema("response_format", request.response_format)
+        if request.max_completion_tokens is not None:
+            places["max_tokens"] = "max_completion_tokens"
+        return Ask([request.messages] * n, seeded, request.model or "", bool(request.stream), places=places)
 
     def answer(self, request: ChatRequest, ask: Ask) -> "ChatAnswer":
         """Return what writes the answer."""

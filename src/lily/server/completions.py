@@ -10,7 +10,17 @@ from lily.completion import Chunk, Completion
 from lily.logprobs import TokenLogprob
 from lily.server.chat import MOST_CHOICES, MOST_TOP_LOGPROBS, StreamOptions, first, sampling_of
 from lily.server.config import Config
-from lily.server.dialect import Answer, Ask, Dialect, given, now, schema_of, timings_of, usage_of
+from lily.server.dialect import (
+    Answer,
+    Ask,
+    Dialect,
+    given,
+    now,
+    place_of_schema,
+    schema_of,
+    timings_of,
+    usage_of,
+)
 from lily.server.errors import ApiError, invalid
 from lily.server.exchange import event
 
@@ -43,6 +53,7 @@ class Completions(Dialect):
     """POST /v1/completions. The prompt is taken as it is, its markers as tokens: no template is applied."""
 
     path = "/v1/completions"
+    prompt_field = "prompt"
     request = CompletionRequest
     refused = {"echo": (False,), "suffix": ("",), "best_of": (1,)}  # noqa: RUF012
     ignored = ("user",)
@@ -73,7 +84,8 @@ class Completions(Dialect):
         seeded = [settings for _ in several]
         if "seed" in settings:
             seeded = [{**settings, "seed": (settings["seed"] + i % n) % 2**64} for i in range(len(several))]
-        return Ask(several, seeded, request.model or "", bool(request.stream))
+        places = place_of_schema("response_format", request.response_format)
+        return Ask(several, seeded, request.model or "", bool(request.stream), places=places)
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         whole = isinstance(prompt, str) or all(isinstance(each, int) for each in prompt)
