@@ -234,8 +234,8 @@ class Model:
         path: of the file. On a CPU its keys and values stay in it, mapped, and must not be changed there as
             long as the prefix, or what was made from it, lives. Another may take its name.
         Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it was saved by other
-        weights, with another tokenizer, on another kind of device, with another type of keys and values or by
-        a newer version; LilyError after close().
+        weights, with another tokenizer, on another kind of device or by another code path, which differ in
+        the last bits, with another type of keys and values or by another version; LilyError after close().
         """
         from lily import saved
 

@@ -7,7 +7,7 @@ Its tensors, in the order of their bytes, n being the length of a state, the pre
     tokens        I32 (N)
     digest        U8  (32)                  SHA-256 of all bytes before
 The pages begin at a multiple of 16 KB, so that they can be mapped. __metadata__ says which weights,
-tokenizer, kind of device and type of keys and values they belong to.
+tokenizer, device, code path and type of keys and values they belong to.
 
 The digest finds damage, not malice: whoever can write the file can write a digest.
 """
@@ -30,7 +30,7 @@ from lily import _core
 from lily.engine import Engine
 from lily.errors import PrefixFileError, PrefixMismatchError
 
-VERSION = 1
+VERSION = 2
 _FORMAT = "lily-prefix"
 _ALIGNMENT = 16384  # the largest page of memory among the systems that Lily runs on
 _MOST_HEADER = 1 << 20  # bytes
@@ -109,6 +109,7 @@ def _belongs_to(engine: Engine) -> dict[str, str]:
         "weights": engine.fingerprint,
         "tokenizer": engine.tokenizer.digest,
         "device": session.state_order,
+        "code_path": session.device,
         "kv": session.options["kv"],
     }
 
@@ -230,6 +231,8 @@ def _check_metadata(name: str, metadata: dict[str, str], engine: Engine) -> None
         "weights": "as the weights' fingerprint; it was saved by another checkpoint",
         "tokenizer": "as the tokenizer's digest; it was saved with another tokenizer.json",
         "device": 'as the layout of its states; load the model with device="cpu" or a GPU as it was',
+        "code_path": "as what computed it, whose last bits differ; prefill again, or load the model as it "
+        'was, on a CPU by simd="avx2" and the like',
         "kv": "as the type of keys and values; load the model with the option kv as it was",
     }
     for field, meaning in what.items():
