@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bench import record
+from bench import record, run
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
 ANIMALS = ("fox", "hen", "dog", "crow", "mouse", "bear")
@@ -244,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

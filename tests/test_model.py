@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -287,6 +288,64 @@ def test_forks_go_their_own_ways(model: lily.Model) -> None:
 def test_text_of_a_prefix_holds_no_markers(model: lily.Model) -> None:
     more = model.prefill([1]).extend("<|im_end|>").tokens[1:]
     assert list(more) == model.tokenizer.encode("<|im_end|>")
+
+
+def test_what_is_no_argument_is_named(model: lily.Model) -> None:
+    """By the name that it has, and not by what fails inside."""
+    prefix = model.prefill([1, 2])
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("more", lambda: prefix.extend(None)),
+        ("more", lambda: prefix.extend(5)),
+        ("checkpoints", lambda: model.prefill([1], checkpoints=5)),
+        ("checkpoints", lambda: model.prefill([1], checkpoints=None)),
+        ("path", lambda: prefix.save(5)),
+        ("path", lambda: prefix.save(None)),
+        ("path", lambda: model.load_prefix(5)),
+        ("path", lambda: lily.Model.load(5)),
+        ("prompt", lambda: model.generate(None)),
+        ("tokens", lambda: model.logits(None)),
+        ("tokens", lambda: model.tokenizer.decode(None)),
+        ("stop", lambda: model.generate("a", stop=5)),
+        ("stop_tokens", lambda: model.generate("a", stop_tokens=5)),
+        ("port", lambda: model.serve(port="x")),
+        ("prefix", lambda: model.serve(prefix=5)),
+        ("allowed_hosts", lambda: model.serve(allowed_hosts="name")),
+        ("strict_model", lambda: model.serve(strict_model=1)),
+        ("keep_alive", lambda: model.serve(keep_alive="5")),
+        ("unexpected argument 'prot'; did you mean port?", lambda: model.serve(prot=1)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=f"^{re.escape(name)}(: wanted |$)"):
+            call()
+    for name, call in (
+        ("stop", lambda: model.generate("a", stop=["x"] * 65)),
+        ("max_tokens", lambda: model.serve(max_tokens=0)),
+        ("write_seconds", lambda: model.serve(write_seconds=math.nan)),
+        ("port", lambda: model.serve(port=70000)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: wanted "):
+            call()
+
+
+def test_one_thread_at_a_time_reads_a_stream(model: lily.Model) -> None:
+    told = threading.Event()
+    going_on = threading.Event()
+
+    def report(done: int, total: int) -> None:
+        told.set()
+        assert going_on.wait(10)
+
+    stream = model.stream("Tell me a story.", max_tokens=3, progress=report, reuse="off")
+    reader = threading.Thread(target=stream.completion)
+    reader.start()
+    assert told.wait(10)
+    for read in (lambda: next(stream), stream.close, stream.completion):
+        with pytest.raises(lily.LilyError, match=r"^the stream: another thread is iterating over it; "):
+            read()
+    going_on.set()
+    reader.join()
+    assert len(stream.so_far().tokens) == 3
+    stream.close()
 
 
 @pytest.mark.parametrize("nothing", ["", [], (), np.empty(0, np.int32)])

@@ -92,7 +92,7 @@ def test_first_come_first_served_and_a_full_queue_says_so(
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.headers["x-should-retry"] == "true"
         health = CLIENT.get(f"{server.url}/health").json()
-        assert (health["running"], health["waiting"]) == ("1", "5")
+        assert (health["running"], health["waiting"]) == (1, 5)
         script.release.set()
         assert [each.result(10).status_code for each in asked] == [200] * 6
         assert order == list(range(6))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lily.answer import END_THINK
-from lily.errors import LilyError
+from lily.errors import LilyError, how_to_install
 from lily.toolcalls import CLOSE, OPEN
 from lily.toolgrammar import LAYOUT, Arguments, quoted, slashed
 from lily.tooltypes import has_end
@@ -297,7 +297,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise LilyError(
-            "schema, regex, grammar and tool_choice need llguidance: pip install 'lily-llm[structured]'"
+            f"schema, regex, grammar and tool_choice need llguidance: {how_to_install('structured')}"
         ) from error
     return llguidance
 

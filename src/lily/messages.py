@@ -78,6 +78,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         properties = (parameters or {}).get("properties")
         if not isinstance(properties, Mapping | None):
             raise TypeError(f"{where}.parameters.properties: wanted a dict, got {type(properties).__name__}")
+        _check_json(where, function)
         for key in properties or {}:
             _spelled(f"{where}.parameters.properties", key)
     return [dict(tool) for tool in tools]
@@ -207,11 +208,20 @@ def _check_call(where: str, call: object) -> dict[str, Any]:
             raise ValueError(f"{where}.arguments: wanted a JSON object, got {given!r:.80}: {error}") from None
     if not isinstance(arguments, Mapping | None):
         raise ValueError(f"{where}.arguments: wanted a dict or its JSON, got {given!r:.80}")
+    _check_json(f"{where}.arguments", dict(arguments or {}))
     name = _text(f"{where}.name", asked.get("name"))
     checked = {"type": "function", "function": {"name": name, "arguments": dict(arguments or {})}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]
     return checked
+
+
+def _check_json(where: str, value: object) -> None:
+    """Raise ValueError or TypeError for what JSON has no form for: templates would write whatever comes."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise type(error)(f"{where}: wanted what JSON can say, got {error}") from None
 
 
 def _text(where: str, value: object) -> str:

@@ -1,7 +1,7 @@
 """The model as users meet it: load a checkpoint, generate, stream, prefill, score."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
@@ -225,6 +225,8 @@ class Model:
         tokens = self._encode(prompt, rendering, self._engine.context)
         self._engine.check_room(len(tokens))
         grid = self._engine.session.grid
+        if not isinstance(checkpoints, Iterable):
+            raise TypeError(f"checkpoints: wanted lengths, got {type(checkpoints).__name__}")
         pinned = {integer("checkpoints", n, 1, self._engine.context + 1) // grid * grid for n in checkpoints}
         return take_in(self._engine, tuple(tokens.tolist()), (), frozenset(pinned), report)
 
@@ -249,7 +251,7 @@ class Model:
             stop(), which the end of a `with` block calls too.
         settings: host, port, api_key and others, which docs/server.md lists. Port 0 takes a free one.
         Raises ValueError or TypeError for a setting, an address others can reach without a key among them;
-            OSError if the port is taken; LilyError without the packages of lily-llm[server].
+            OSError if the port is taken; LilyError without the packages of the extra `server`.
         """
         from lily.server import Server
 

@@ -57,6 +57,7 @@ def write(
 
     Raises PrefixFileError if that fails, and then leaves what was there as it was.
     """
+    name = _path(path)
     session = engine.session
     parts = {state.length: session.parts(state) for state in states}
     pages, longest = parts[len(tokens)][0], len(tokens)
@@ -69,7 +70,7 @@ def write(
             tensors.append((f"logits.{n}", "F32", [engine.vocab], [logits]))
     tensors.append(("tokens", "I32", [longest], [np.array(tokens, "<i4")]))
     metadata = {**_belongs_to(engine), "pinned": json.dumps(sorted(pinned & set(parts)))}
-    with _replacing(os.fspath(path)) as file:
+    with _replacing(name) as file:
         _write_tensors(file, metadata, tensors)
 
 
@@ -79,7 +80,7 @@ def read(path: str | os.PathLike[str], engine: Engine) -> Loaded:
     Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it belongs to another
     model or another way to run it.
     """
-    name = os.fsdecode(os.fspath(path))
+    name = os.fsdecode(_path(path))
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
@@ -98,6 +99,13 @@ def read(path: str | os.PathLike[str], engine: Engine) -> Loaded:
             raise PrefixFileError(f"{name}: cannot be read: {_reason(error)}") from error
     finally:
         os.close(file)
+
+
+def _path(path: object) -> str | bytes:
+    """Return a path as the system takes it; a number would be a file that somebody has open."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path: wanted a str or a path, got {type(path).__name__}")
+    return os.fspath(path)
 
 
 def _belongs_to(engine: Engine) -> dict[str, str]:

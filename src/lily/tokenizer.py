@@ -102,6 +102,8 @@ class Tokenizer:
         markers: write out the special ones too; those not flagged as special, such as <think>, always are.
         Raises ValueError for an id that is no int or is negative.
         """
+        if not isinstance(tokens, Iterable):
+            raise TypeError(f"tokens: wanted token ids, got {type(tokens).__name__}")
         decoder = self.decoder(markers=markers)
         return "".join([decoder.push(token) for token in tokens]) + decoder.finish()
 

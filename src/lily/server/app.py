@@ -321,8 +321,8 @@ class App:
 
     async def _health(self, request: Request) -> Response:
         closed = self.model._engine.closed
-        state = {"status": "closed" if closed else "ok", "model": self.name}
-        state |= {"running": str(self.scheduler.active), "waiting": str(self.scheduler.waiting)}
+        state: dict[str, Any] = {"status": "closed" if closed else "ok", "model": self.name}
+        state |= {"running": self.scheduler.active, "waiting": self.scheduler.waiting}
         return JSONResponse(state, 503 if closed else 200)
 
     async def _metrics(self, request: Request) -> Response:
