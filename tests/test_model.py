@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -868,3 +869,32 @@ def test_examples_run(example: str) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 100
     assert done.stderr == ""
+
+
+def test_the_chat_example_goes_on_after_an_answer_that_is_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", EXAMPLES / "chat.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        first = program.stdout.readline()
+        assert program.stdout.read(10)  # of the answer
+        program.send_signal(signal.SIGINT)
+        rest, error = program.communicate(timeout=60)
+    assert (program.returncode, error) == (0, "")
+    assert first.startswith("> ")
+    assert "> Tell me what happened then." in rest
+
+
+def test_another_environments_interpreter_is_the_same(tmp_path: Path) -> None:
+    """So `make` does not build .venv anew while one is active."""
+    check = EXAMPLES.parent / "tools" / "check.sh"
+    own = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+    for recorded in (own, sys._base_executable):  # type: ignore[attr-defined]
+        (tmp_path / "interpreter").write_text(f"{recorded} {sys.version}\n")
+        for python in (own, sys.executable):
+            done = subprocess.run([check, "venv", python, tmp_path], capture_output=True, text=True)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["interpreter"]

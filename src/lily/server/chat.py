@@ -9,6 +9,7 @@ import msgspec
 
 from lily.completion import Chunk, Completion
 from lily.logprobs import TokenLogprob
+from lily.sampling import SamplingArguments
 from lily.server.dialect import (
     Answer,
     Ask,
@@ -34,15 +35,13 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ChatRequest(msgspec.Struct):
-    """The fields that are read."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """The fields that chat completions and plain ones have in common."""
 
-    messages: list[dict[str, Any]]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -54,16 +53,23 @@ class ChatRequest(msgspec.Struct):
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    thinking_budget: int | None = None
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """The fields that are read."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     thinking: bool | dict[str, Any] | None = None
-    thinking_budget: int | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -147,13 +153,9 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def sampling_of(request: Any) -> dict[str, Any]:
+def sampling_of(request: SampledRequest) -> dict[str, Any]:
     """Return the fields of sampling that OpenAI's dialects share with Model.generate."""
-    names = (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed",
-    )  # fmt: skip
-    return {name: getattr(request, name, None) for name in names}
+    return {name: getattr(request, name) for name in SamplingArguments.__annotations__}
 
 
 class ChatAnswer(Answer):

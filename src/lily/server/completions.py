@@ -4,11 +4,9 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from lily.completion import Chunk, Completion
 from lily.logprobs import TokenLogprob
-from lily.server.chat import MOST_CHOICES, MOST_TOP_LOGPROBS, StreamOptions, first, sampling_of
+from lily.server.chat import MOST_CHOICES, MOST_TOP_LOGPROBS, SampledRequest, first, sampling_of
 from lily.server.config import Config
 from lily.server.dialect import (
     Answer,
@@ -25,28 +23,11 @@ from lily.server.errors import ApiError, invalid
 from lily.server.exchange import event
 
 
-class CompletionRequest(msgspec.Struct):
+class CompletionRequest(SampledRequest, kw_only=True):
     """The fields that are read."""
 
     prompt: str | list[str | int | list[int]]
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
     logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    thinking_budget: int | None = None
 
 
 class Completions(Dialect):
