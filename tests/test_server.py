@@ -323,6 +323,8 @@ def test_tokens_are_counted(model: lily.Model, url: str) -> None:
             "tools[0].parameters.not",
         ),
         ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ("responses", {"input": "word " * 5000}, "input"),
         ("completions", {"prompt": "word " * 5000}, "prompt"),
         (

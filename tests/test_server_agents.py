@@ -7,7 +7,7 @@ import pytest
 
 import lily
 from agents import AGENTS
-from serving import CLIENT, events, fold, quick
+from serving import CLIENT, events, fold, post, quick
 
 pytestmark = pytest.mark.unsanitized
 SAID = "I look.\n</think>\n\nLet me see.\n\n"
@@ -106,6 +106,24 @@ def test_tools_of_other_kinds_are_left_out_by_name(model: lily.Model, url: str) 
     assert answer.headers["x-lily-ignored-tools"] == "web_search"
     call = answer.json()["output"][-1]
     assert (call["name"], call["namespace"]) == ("tool_6", "space")
+
+
+def test_spaces_tell_functions_of_one_name_apart(
+    model: lily.Model, url: str, prompts: list[list[int]]
+) -> None:
+    inner = {"type": "function", "name": "search", "parameters": {}}
+    spaces = [{"type": "namespace", "name": name, "tools": [inner]} for name in ("files", "web")]
+    said = "</think><tool_call>\n<function=web.search>\n</function>\n</tool_call>"
+    with quick(model, said):
+        (call,) = post(url, "responses", tools=spaces).json()["output"]
+    assert (call["name"], call["namespace"]) == ("search", "web")
+    items = [{"role": "user", "content": "Why?"}, call]
+    items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "So."})
+    with quick(model, "</think>So."):
+        assert post(url, "responses", tools=spaces, input=items).status_code == 200
+    text = model.tokenizer.decode(prompts[-1], markers=True)
+    assert "<function=web.search>" in text
+    assert '"files.search"' in text
 
 
 def test_a_title_between_turns_changes_no_prompt(

@@ -77,6 +77,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"x": WORDS}, "required": ["x"]}}},
     {"properties": {"x": {**CLOSED, "properties": {"enum": {"const": "$ref"}}, "required": ["enum"]}}},
     {"properties": {}, "minProperties": 0},
+    {"type": "object", "properties": {"x": WORDS, "y": False}, "required": ["x"]},
 ]  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def tool_of(schema: Any, **more: Any) -> dict[str, Any]:
 
 def whole(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema of which every parameter that it declares must be there."""
-    if "$ref" in schema or not schema["properties"]:
+    if "$ref" in schema or not schema["properties"] or "required" in schema:
         return schema
     return {"type": "object", "required": list(schema["properties"]), **schema}
 
@@ -210,6 +211,11 @@ PLACE = "tools[0].function.parameters"
         ({"properties": {"x": {"$ref": "http://example.org/x"}}}, f"{PLACE}.properties.x.$ref"),
         ({"properties": {"x": {"enum": []}}}, f"{PLACE}.properties.x.enum"),
         ({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, PLACE),
+        ({"properties": {"x": {"$ref": "#/properties/x"}}}, f"{PLACE}.properties.x"),
+        ({"properties": {"x": {"allOf": [{"$ref": "#/properties/x"}]}}}, f"{PLACE}.properties.x"),
+        ({"properties": {"x": False}, "required": ["x"]}, f"{PLACE}.properties.x"),
+        ({"properties": {"x": 5}}, f"{PLACE}.properties.x"),
+        ({"properties": {"x": WORDS}, "required": "x"}, f"{PLACE}.required"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_to_is_refused_by_name(model: lily.Model, schema: Any, place: str) -> None:
@@ -248,6 +254,8 @@ def test_tools_that_cannot_be_told_apart() -> None:
         ValueError, match=r"^tools\[1\]\.function\.name: wanted a name of its own, got 'f' as too"
     ):
         check_tools([tool_of({}), tool_of({})])
+    with pytest.raises(TypeError, match=r"^tools\[0\]\.function\.strict: wanted a bool, got str"):
+        check_tools([tool_of({}, strict="yes")])
     with pytest.raises(TypeError, match=r"^tools\[0\]\.function\.parameters: wanted a JSON schema, got list"):
         check_tools([tool_of([])])
     with pytest.raises(
@@ -274,6 +282,39 @@ def test_references_lead_into_the_parameters() -> None:
     assert read.to_json("self", '{"one": 5}') == '{"one": 5}'
     assert read.to_json("self", "5") == '"5"'
     assert read.to_json("none", "5") == "5"
+
+
+def chain(levels: int, link: Any) -> dict[str, Any]:
+    defs = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(levels)}
+    return {"$ref": "#/$defs/a0", "$defs": {**defs, f"a{levels}": {"type": "null"}}}
+
+
+def test_what_would_overflow_a_stack_is_refused(model: lily.Model) -> None:
+    """llguidance goes down a chain of rules, or references, on the stack, whose end is the process's."""
+    links: list[Any] = [
+        lambda after: after,
+        lambda after: {"type": "array", "items": after},
+        lambda after: {"type": "object", "properties": {"x": after}},
+        lambda after: {"type": "object", "properties": {"x": {"anyOf": [{"items": after, "type": "array"}]}}},
+    ]
+    rules = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(5000))
+    settings: list[dict[str, Any]] = [
+        {"grammar": f'start: r0\n{rules}\nr5000: "c"'},
+        {"grammar": f"start: %json {json.dumps(chain(5000, links[2]))}"},
+        *({"schema": chain(5000, link)} for link in links),
+    ]
+    for each in settings:
+        name = next(iter(each))
+        with pytest.raises(ValueError, match=f"^{name}: wanted at most [0-9]+ (rules|levels)"):
+            model.stream(QUESTION, **each)
+    deep = chain(5000, links[1])
+    whole = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": deep["$defs"]}
+    with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.parameters: wanted at most 800 levels"):
+        can_follow(model, whole, "")
+    for link in links:  # as deep as may be
+        model.stream(QUESTION, schema=chain(100, link))
+    rules = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(498))
+    model.stream(QUESTION, grammar=f'start: r0\n{rules}\nr498: "c"')
 
 
 def test_what_no_text_fits_is_refused_before_any_work(model: lily.Model) -> None:

@@ -5,7 +5,9 @@ llguidance's work; writing it is this module's. Thoughts are free: a grammar beg
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from lily.answer import END_THINK
 from lily.errors import LilyError, how_to_install
 from lily.toolcalls import CLOSE, OPEN
 from lily.toolgrammar import LAYOUT, Arguments, quoted, slashed
-from lily.tooltypes import has_end
+from lily.tooltypes import MOST_LEVELS, has_end, levels
 
 if TYPE_CHECKING:
     from lily.engine import Engine
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 Mask = NDArray[np.uint32]  # (ceil(V / 32),), bit i % 32 of word i / 32 for token i
 
 _CHOICES = ("none", "auto", "required")
+_MOST_RULES = 500  # of a grammar: a chain of some thousand overflows llguidance's stack
 _FORCED = 64  # tokens that leave no choice, to follow in search of a text that fits a grammar
 
 
@@ -175,6 +178,7 @@ def _body(name: str, value: object) -> dict[str, Any]:
         value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         if not isinstance(value, Mapping):
             raise TypeError(f"schema: wanted a JSON schema as a dict, got {type(value).__name__}")
+        _check_depth("schema", value)
         if not has_end(value):
             raise ValueError("schema: wanted one that some text fits, got references in a circle without end")
         return {"json_schema": {**value, "x-guidance": LAYOUT}}
@@ -182,7 +186,23 @@ def _body(name: str, value: object) -> dict[str, Any]:
         raise TypeError(f"{name}: wanted a str, got {type(value).__name__}")
     if name == "regex":
         return {"lark_grammar": f"start: /{slashed(value)}/"}
+    rules = value.count(":")  # or fewer
+    if rules > _MOST_RULES:
+        raise ValueError(f"grammar: wanted at most {_MOST_RULES} rules, got {rules}; make it smaller")
+    for found in re.finditer(r"%json\s*", value):
+        schema = None
+        with suppress(ValueError):  # which llguidance finds too
+            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+        _check_depth("grammar", schema)
     return {"lark_grammar": value}
+
+
+def _check_depth(where: str, schema: object) -> None:
+    """Raise ValueError for a schema so deep that llguidance's stack might not hold it."""
+    if levels(schema) > MOST_LEVELS:
+        raise ValueError(
+            f"{where}: wanted at most {MOST_LEVELS} levels, with what its references lead to; make it flatter"
+        )
 
 
 class _Writer:
@@ -220,6 +240,7 @@ class _Writer:
         for i, (tool, place) in enumerate(zip(choice.tools, choice.places, strict=True)):
             function, where = tool["function"], f"{place}.parameters"
             schema = function.get("parameters") if strict or function.get("strict") is True else None
+            _check_depth(where, schema)
             if not has_end(schema):
                 raise ValueError(f"{where}: wanted arguments that have an end, got references in a circle")
             arguments = Arguments(f"f{i}", where, schema, self._unfit)

@@ -72,6 +72,8 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 f"{where}.name: wanted a name of its own, got {name!r:.80} as tools[{known[name]}] has"
             )
         known[name] = i
+        if not isinstance(function.get("strict"), bool | None):
+            raise TypeError(f"{where}.strict: wanted a bool, got {type(function['strict']).__name__}")
         parameters = function.get("parameters")
         if not isinstance(parameters, Mapping | None):
             raise TypeError(f"{where}.parameters: wanted a JSON schema, got {type(parameters).__name__}")

@@ -82,6 +82,8 @@ class Arguments:
             return
         parts = []
         for j, key in enumerate(dict.fromkeys((*read.names, *read.required))):
+            if read.schema(key) is False and key not in read.required:
+                continue  # it says that there is no such parameter
             value = self._value(f"{prefix}_{j}", f"{where}.properties.{key}", key)
             self.rules.append(f"{prefix}_{j}: {quoted(f'<parameter={key}>' + chr(10))} {value}")
             parts.append(f"{prefix}_{j}" if key in read.required else f"{prefix}_{j}?")
@@ -95,7 +97,7 @@ class Arguments:
 
     def _value(self, name: str, place: str, key: str) -> str:
         """Write the rules of a parameter's value and of the tag behind it; return the first one's name."""
-        schema = self._read.schema(key)
+        schema, self._place = self._read.schema(key), place
         if (choices := self._choices(place, schema)) is not None:
             return f"({' | '.join(map(quoted, choices))}) {_END}"
         strings = self._strings(place, schema)
@@ -176,7 +178,7 @@ class Arguments:
 
     def _part(self, schema: Any, only: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schema of those of a schema's values that another one allows too."""
-        whole = {} if schema is True else schema
+        whole = {True: {}, False: {"not": {}}}[schema] if isinstance(schema, bool) else schema
         return with_references_to(self._read.root, {"allOf": [whole, only]} if only else whole)
 
     def _free(self, schema: Any, depth: int = 0) -> bool:
@@ -196,9 +198,7 @@ class Arguments:
     def _strings(self, place: str, schema: Any, depth: int = 0) -> str | None:
         """Return a regular expression of the strings that a schema allows, None for no string."""
         if depth > _DEPTH:
-            raise ValueError(
-                f"{place}: wanted a schema that ends, got one nested, or in a circle, without end"
-            )
+            raise ValueError(f"{self._place}: wanted one that ends, got one in a circle, or nested too deep")
         if isinstance(schema, bool):
             return _ANY if schema else None
         if not isinstance(schema, Mapping):
@@ -282,6 +282,9 @@ def _check_whole(where: str, read: Parameters) -> None:
                 f"{where}.{name}: what it says of the arguments as a whole can't be seen to in a call that "
                 "must be made, or is strict; leave it out, or say it in properties"
             )
+    needed = root.get("required", [])
+    if not isinstance(needed, list) or not all(isinstance(each, str) for each in needed):
+        raise ValueError(f"{where}.required: wanted a list of str, got {needed!r:.60}")
     more = root.get("additionalProperties", True)
     undeclared = [key for key in read.required if key not in read.names]
     if undeclared and more not in (True, {}):

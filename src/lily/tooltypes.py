@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import unquote
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+MOST_LEVELS = 800  # of a schema, with all that it refers to
+MOST_NODES = 1_000_000  # to look at in search of them
 _DEPTH = 16  # of references and choices that are followed
 _OF_NAMES = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 _OF_VALUES = frozenset(("const", "default", "enum", "examples"))  # what stands in them is no schema
@@ -30,6 +32,7 @@ class Parameters:
         declared, needed = self.resolved.get("properties"), self.resolved.get("required")
         self._properties: Mapping[str, Any] = declared if isinstance(declared, Mapping) else {}
         self.names = tuple(self._properties)
+        self._plain: dict[str, bool] = {}
         self.required = (
             tuple(each for each in needed or () if isinstance(each, str)) if isinstance(needed, list) else ()
         )
@@ -37,7 +40,10 @@ class Parameters:
 
     def plain(self, name: str) -> bool:
         """Return whether a parameter's text is its value: one that is a string, or not declared."""
-        return name not in self._properties or self.types(self._properties[name]) == {"string"}
+        if name not in self._plain:  # it is asked for with every piece of a value
+            schema = self._properties.get(name, {"type": "string"})
+            self._plain[name] = self.types(schema) == {"string"}
+        return self._plain[name]
 
     def schema(self, name: str) -> Any:
         """Return a parameter's schema; one that is required and not declared is a string."""
@@ -149,6 +155,35 @@ def _moved(schema: Any) -> tuple[Any, bool]:
         moved[name] = said
         any_found = any_found or found
     return moved, any_found
+
+
+def levels(schema: object) -> int:
+    """Return how many levels deep whoever follows a schema's references may get, each of them once.
+
+    What follows it in native code goes as deep as that on its stack, and nothing there looks for its end.
+    """
+    read, seen, nodes = Parameters(schema), set(), 0
+
+    def height(part: object) -> int:
+        nonlocal nodes
+        nodes += 1
+        if nodes > MOST_NODES:
+            return MOST_LEVELS
+        if isinstance(part, Mapping):
+            if isinstance(reference := part.get("$ref"), str) and reference not in seen:
+                seen.add(reference)
+                waiting.append(read.at(reference))
+            return 1 + max(map(height, part.values()), default=0)
+        return max(map(height, part), default=0) if isinstance(part, list) else 0
+
+    waiting: list[object] = [schema]
+    total = 0
+    try:
+        while waiting and total <= MOST_LEVELS:
+            total += height(waiting.pop())
+    except RecursionError:
+        return MOST_LEVELS + 1
+    return total
 
 
 def has_end(schema: object) -> bool:

@@ -1,6 +1,7 @@
 """OpenAI's responses, without a store: every request brings its whole conversation."""
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,7 +77,7 @@ class Responses(Dialect):
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:
             raise invalid("top_logprobs", f"wanted 0 to {MOST_TOP_LOGPROBS}, got {request.top_logprobs}")
         wanted = "message.output_text.logprobs" in (request.include or ())
-        messages, where = _messages(items)
+        messages, where = _messages(items, tools.spaces)
         if request.instructions:
             messages.insert(0, {"role": "system", "content": request.instructions})
             where.insert(0, "instructions")
@@ -100,6 +101,8 @@ class Responses(Dialect):
             **places_of_tools(tools.places, "parameters"),
             **place_of_schema("text.format", (request.text or {}).get("format")),
             "max_tokens": "max_output_tokens",
+            "messages": "input",
+            "prompt": "input",
         }
         return Ask([messages], [settings], request.model or "", bool(request.stream), headers, places)
 
@@ -114,7 +117,7 @@ class _Tools:
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    spaces: dict[str, str] = field(default_factory=dict)
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # by the model's name: space and name
     dropped: set[str] = field(default_factory=set)
 
     def add(self, where: str, tool: Mapping[str, Any]) -> None:
@@ -124,6 +127,7 @@ class _Tools:
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> _Tools:
     found = _Tools()
+    spaces: dict[int, str] = {}  # by the number of the function
     for i, tool in enumerate(tools):
         kind = tool.get("type")
         if kind == "function":
@@ -132,13 +136,20 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> _Tools:
             for j, inner in enumerate(tool["tools"]):
                 if isinstance(inner, Mapping) and inner.get("type") == "function":
                     found.add(f"tools[{i}].tools[{j}]", inner)
-                    found.spaces[inner["name"]] = str(tool.get("name"))
+                    spaces[len(found.functions) - 1] = str(tool.get("name"))
                 else:
                     found.dropped.add("namespace")
         elif isinstance(kind, str):
             found.dropped.add("".join(c for c in kind[:64] if c.isascii() and (c.isalnum() or c in "_-.")))
         else:
             raise invalid(f"tools[{i}].type", f"wanted function, got {kind!r:.40}")
+    often = Counter(tool["function"]["name"] for tool in found.functions)
+    for i, space in spaces.items():
+        function = found.functions[i]["function"]
+        name = function["name"]
+        if often[name] > 1:  # the model has to tell them apart
+            function["name"] = f"{space}.{name}"
+        found.spaces[function["name"]] = (space, name)
     return found
 
 
@@ -158,10 +169,13 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
     return choice
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _messages(
+    items: Sequence[Mapping[str, Any]], spaces: Mapping[str, tuple[str, str]]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return items as messages, and their paths; what the assistant did in a row is one message."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
+    names = {space_and_name: name for name, space_and_name in spaces.items()}
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1]["role"] != "assistant":
@@ -180,7 +194,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
                 assistant()["reasoning_content"] = said
         elif kind == "function_call":
             call = {"id": item.get("call_id"), "type": "function"}
-            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = names.get((str(item.get("namespace")), str(item.get("name"))), item.get("name"))
+            call["function"] = {"name": name, "arguments": item.get("arguments")}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "content": item.get("output")}
@@ -375,7 +390,7 @@ class ResponsesAnswer(Answer):
         return self._response
 
 
-def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, str]) -> dict[str, Any]:
+def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     item: dict[str, Any] = {"type": kind, "status": "in_progress"}
     if kind == "reasoning":
         summary = [{"type": "summary_text", "text": ""}]
@@ -383,5 +398,6 @@ def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, str]) -> d
     if kind == "message":
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return item | {"id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "content": [part]}
+    space, name = spaces.get(name or "", (None, name))
     item |= {"id": f"fc_{secrets.token_hex(12)}", "call_id": key, "name": name, "arguments": ""}
-    return item | ({"namespace": spaces[name]} if name is not None and name in spaces else {})
+    return item | ({} if space is None else {"namespace": space})
