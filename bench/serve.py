@@ -208,7 +208,7 @@ async def load(
         await asyncio.to_thread(watch.join)
         await asyncio.sleep(1)
         idle = (await client.get("/health")).json()
-        if (idle["running"], idle["waiting"]) != ("0", "0"):
+        if (idle["running"], idle["waiting"]) != (0, 0):
             outcome.faults.append(f"not idle at the end: {idle}")
     return outcome
 

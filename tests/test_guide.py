@@ -327,8 +327,10 @@ def test_what_is_not_installed_is_named(model: lily.Model, monkeypatch: pytest.M
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     lily.guide._library.cache_clear()
-    with pytest.raises(lily.LilyError, match=r"pip install 'lily-llm\[structured\]'"):
+    with pytest.raises(lily.LilyError, match=r"pip install '\.\[structured\]' in a checkout of Lily"):
         model.stream(QUESTION, regex="a")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(lily.LilyError, match=r"\(uvicorn\): pip install 'lily-llm\[server\]'"):
+    with pytest.raises(
+        lily.LilyError, match=r"\(uvicorn\): pip install '\.\[server\]' in a checkout of Lily"
+    ):
         model.serve(port=0)
