@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lily
-from bench import record
+from bench import record, run
 from bench.speed import lengths, option
 from bench.synthetic_config import describe
 from lily import _core, speed
@@ -131,4 +131,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
