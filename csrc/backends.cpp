@@ -38,11 +38,15 @@ const Kernels& choose(const std::string& simd) {
 
 }  // namespace
 
-std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, int rows, DType kv) {
+std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, int rows, DType kv,
+                              const Notice& notice) {
     if (options.device == "sim")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
     if (options.device == "cuda")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
+    if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
+        return std::make_unique<GpuOps>(weights, options, rows, kv,
+                                        make_metal({options.kernels, options.resident_seconds, notice}));
     return std::make_unique<CpuOps>(weights, options.threads, rows, kv, choose(options.simd));
 }
 

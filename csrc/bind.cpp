@@ -17,6 +17,7 @@
 #include <memory>
 
 #include "error.h"
+#include "gpu/device.h"
 #include "gpu/dry.h"
 #include "options.h"
 #include "session.h"
@@ -265,13 +266,19 @@ struct PySession {
     std::atomic<int> calls{0};        // that drop the GIL and are under way
     std::atomic<bool> ending{false};  // the interpreter is
 
-    PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given)
+    PySession(const SharedWeights& checkpoint, const std::map<std::string, std::string>& given,
+              const nb::object& notice)
         : options(options_of(given)), weights(checkpoint.weights) {
         const DType kv = kv_type(options.kv);
         const int chunk =
             static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
+        const auto tell = [&notice](const std::string& what) {
+            nb::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            if (!notice.is_none()) notice(what);
+        };
         nb::gil_scoped_release no_gil;
-        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv), chunk, kv,
+        session = std::make_unique<Session>(weights, make_ops(*weights, options, chunk, kv, tell), chunk, kv,
                                             options.decode_batch);
     }
 
@@ -548,8 +555,12 @@ void bind_session(nb::module_& m) {
         "states"_a, "Bytes of memory that some states refer to together: what they share counts once.");
 
     nb::class_<PySession>(m, "Session", "A checkpoint on a device, and the loops that drive it.")
-        .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&>(), "weights"_a,
-             "options"_a)
+        .def(nb::init<const SharedWeights&, const std::map<std::string, std::string>&, const nb::object&>(),
+             "weights"_a, "options"_a, "notice"_a = nb::none(),
+             nb::sig(
+                 "def __init__(self, weights: Weights, options: Mapping[str, str], notice: Callable[[str], "
+                 "object] | None = None) -> None"),
+             "notice: called with a sentence for what takes long, before it is done.")
         .def_prop_ro(
             "device", [](PySession& s) { return s.session->ops().name(); }, "The backend and its code path.")
         .def_prop_ro(
@@ -558,6 +569,9 @@ void bind_session(nb::module_& m) {
         .def_prop_ro(
             "scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
             "Bytes allocated besides weights and states; fixed when the session is made.")
+        .def_prop_ro(
+            "room", [](PySession& s) { return s.session->ops().room(); },
+            "Bytes that the device's memory has left for states; None if it does not say.")
         .def_prop_ro(
             "options", [](PySession& s) { return s.options.values(); }, "The options in force.")
         .def_prop_ro(
@@ -759,6 +773,12 @@ void bind_session(nb::module_& m) {
             "_drop_barrier", [](PySession& s, int64_t number) { s.session->ops().drop_barrier(number); },
             "number"_a, "Let the simulator take no notice of the number-th barrier from here, for tests.")
         .def(
+            "_compile", [](PySession& s) { return s.session->ops().compile(); },
+            "Compile every kernel; what is wrong with any, a line each.")
+        .def(
+            "_device_seconds", [](PySession& s) { return s.session->ops().device_seconds(); },
+            "Seconds that the device worked since the last call; 0 where it does not say.")
+        .def(
             "_recorded", [](PySession& s) { return s.session->ops().recorded(); },
             "The dispatches since the last call, as an instrumented simulator saw them; the first call "
             "begins.")
@@ -772,6 +792,8 @@ void bind_session(nb::module_& m) {
         .def("_set", &set_activation, "name"_a, "rows"_a)
         .def("_get", &get_activation, "name"_a, "rows"_a);
 
+    m.def("metal_facts", &metal_facts, "kernels"_a = "",
+          "What is known of this machine's GPU as Metal sees it, a line each; empty without Metal.");
     m.def(
         "record_decode",
         [](const std::filesystem::path& directory, int64_t position,

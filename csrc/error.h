@@ -1,7 +1,8 @@
-// The exceptions of the core. A message says what, wanted, got, and what to do about it.
+// What the core says to people. An exception's message says what, wanted, got, and what to do about it.
 #pragma once
 
 #include <cstdio>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -30,6 +31,9 @@ struct MemoryLimitError : Error {
 struct DeviceError : Error {
     using Error::Error;
 };
+
+// Takes a sentence for somebody who waits: what takes long, before it is done.
+using Notice = std::function<void(const std::string&)>;
 
 template <class... Arguments>
 std::string format(const char* pattern, Arguments... arguments) {

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "state.h"
 #include "tensor.h"
 #include "traffic.h"
@@ -78,6 +80,7 @@ struct Activations {
 struct TokenBias {
     int32_t token;
     float bias;  // an addend; -infinity excludes the token
+    bool operator==(const TokenBias&) const = default;
 };
 
 struct TokenCount {
@@ -97,6 +100,7 @@ struct Sampling {
     float frequency_penalty = 0;
     std::vector<TokenBias> bias;  // by token, each once
     uint64_t seed = 0;
+    bool operator==(const Sampling&) const = default;
 };
 
 // What one token is drawn from beside the logits.
@@ -153,9 +157,14 @@ struct Ops {
     // Draws a token from logits (V) f32 in memory of allocate(). Every backend draws the same one:
     // reference.py states each rounding. Throws std::invalid_argument for an id outside the vocabulary.
     virtual void sample(std::span<const float> logits, const Sampling&, const Draw&) = 0;
-    // The token that sample drew last, once it is there. Throws DeviceError if a logit was not finite,
-    // std::invalid_argument if no token was left.
-    virtual int32_t drawn() = 0;
+    // The token that sample drew last, or, back = 1, for the pass before, once it is there. Throws
+    // DeviceError if a logit was not finite, std::invalid_argument if no token was left.
+    virtual int32_t drawn(int back = 0) = 0;
+    // Whether the host is free while a pass runs, so that the next can be prepared before its token is known.
+    virtual bool overlaps() const { return false; }
+    virtual std::vector<std::string> compile() { return {}; }            // see Device::compile
+    virtual double device_seconds() { return 0; }                        // see Device::seconds
+    virtual std::optional<size_t> room() const { return std::nullopt; }  // see Device::room
 
     // A layer's state in the order of the specification, float32. attention: keys, values (G, T, Dh) each;
     // delta: conv (C - 1, channels), S (Hv, Dv, Dk).
@@ -170,6 +179,6 @@ inline DType kv_type(const std::string& name) {
 }
 
 // rows: the largest T.  kv: what keys and values are kept in.
-std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv);
+std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv, const Notice& = nullptr);
 
 }  // namespace lily

@@ -98,6 +98,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"threads", ""},
         {"simd", ""},
         {"kernels", ""},
+        {"resident_seconds", ""},
         {"kv", ""},  // changes what is kept, and is judged by agreement first
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},
@@ -148,7 +149,7 @@ std::map<std::string, std::string> Options::values() const {
 }
 
 void Options::check() const {
-    one_of("device", device, "auto cpu cuda sim");
+    one_of("device", device, "auto cpu metal cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
     one_of("simd", simd, "auto avx512 avx2 plain");
     one_of("tiles", tiles, "auto tensor simdgroup");
@@ -161,6 +162,7 @@ void Options::check() const {
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
     in_range("decode_batch", decode_batch, 1, 32);
     in_range("speculate", speculate, 0, 7);
+    in_range("resident_seconds", resident_seconds, 0, 1 << 30);
     in_range("matmul_rows", matmul_rows, 2, 65537);
     one_of("expert_tile", text_of(expert_tile), "0 16 32");
 }

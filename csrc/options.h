@@ -11,7 +11,7 @@ namespace lily {
 // clang-format off
 //     type         name           default  what it does
 #define LILY_OPTIONS(X)                                                                                               \
-    X(std::string,  device,        "auto",  "Where to run: auto, cpu, cuda or sim (the GPU kernels, simulated).")                                         \
+    X(std::string,  device,        "auto",  "Where to run: auto, cpu, metal, cuda or sim (the GPU kernels, simulated).")                                         \
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
     X(int,          prefill_chunk, 2048,    "Prefill: tokens in one pass.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
@@ -19,7 +19,8 @@ namespace lily {
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512, avx2 or plain.")                                  \
-    X(std::string,  kernels,       "",      "File of GPU kernels: for device sim by `make kernels`, for cuda by `make ptx`.")  \
+    X(std::string,  kernels,       "",      "File of GPU kernels: for device sim by `make kernels`, for cuda by `make ptx`; metal on a Mac holds its own.")  \
+    X(int,          resident_seconds, 180,  "Metal: seconds after the last answer for which the model stays in memory that is wired; 0 leaves that to the system.") \
     X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \
     X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \
     X(int,          fixed_blocks_from, 32768, "GPU decode: positions from which attention is cut into blocks of one size; 0 is never.") \

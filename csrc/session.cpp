@@ -80,6 +80,7 @@ void Session::check(const State& state, std::span<const int32_t> tokens, const I
 // Takes one chunk, or a part of one, into one state, which is as it was if that is interrupted.
 void Session::pass(State& state, std::span<const int32_t> tokens, int chunk_rows,
                    const Interrupt& interrupt) {
+    drop_ahead();
     State before;
     if (interrupt) before = state.fork();  // shares its memory, so the pass writes to a copy
     const auto length = static_cast<int>(tokens.size());
@@ -243,6 +244,7 @@ int32_t Session::sample(State& state, const Sampling& sampling, const History& h
                         std::span<const uint32_t> allowed) {
     const std::span<const float> logits = logits_of(state);
     const Turn turn(*this);
+    drop_ahead();
     return draw(logits, sampling, {state.length(), history.counts(), allowed});
 }
 
@@ -264,8 +266,65 @@ int32_t Session::step(State& state, int32_t token, const Sampling& sampling, His
     return mine.drawn;
 }
 
+// Whether a step was begun before it was asked for. Then its state has taken the token in, and the next is
+// being drawn.
+bool Session::take_ahead(Step& step) {
+    if (!ahead_ || step.token != drawn_ || !step.allowed.empty() || step.state->length() != ahead_->length ||
+        step.state->recurrent() != ahead_->from || *step.sampling != ahead_->sampling)
+        return false;
+    spare_logits_ = step.state->logits_block();
+    *step.state = std::move(ahead_->state);
+    ahead_.reset();
+    step.history->add(step.token);
+    return true;
+}
+
+// Begins the step after one whose token is being drawn, where no more than that token is needed. Whether it
+// did.
+bool Session::begin_ahead(const Step& step) {
+    const Sampling& s = *step.sampling;
+    const bool adjusts = !s.bias.empty() || s.repetition_penalty != 1 || s.presence_penalty != 0 ||
+                         s.frequency_penalty != 0 || !step.allowed.empty();
+    State& state = *step.state;
+    const int64_t length = state.length();
+    if (!ops_->overlaps() || adjusts || length + 1 > weights_->config.max_positions) return false;
+    State next = state.fork_ahead(std::exchange(spare_logits_, nullptr));
+    float* logits = nullptr;
+    try {
+        next.prepare(1, *ops_);
+        logits = next.new_logits(*ops_);
+    } catch (const Error&) {
+        return false;  // there is no memory for it, but then it may never be asked for
+    }
+    const int32_t token = kDrawn;
+    const Segment segment{&next, 0, 1, length, 0};
+    forward(*weights_, *ops_, Batch{{&token, 1}, {&segment, 1}, 1});
+    ops_->head(*weights_, 0, 1, logits);
+    next.set_logits(true);
+    ops_->sample(logits_of(next), s, {next.length(), {}, {}});
+    ahead_.emplace(std::move(next), state.recurrent(), length, s);
+    return true;
+}
+
+void Session::drop_ahead() {
+    if (!ahead_) return;
+    ahead_.reset();
+    drawn_ = kNone;  // the device has a later one in its place
+}
+
 // Each step gets its token or its own error. Only a pass that fails fails for all of them.
 void Session::run(std::vector<Step*> steps) {
+    if (steps.size() == 1 && take_ahead(*steps[0])) {
+        Step& step = *steps[0];
+        try {
+            drawn_ = kNone;
+            step.drawn = drawn_ = ops_->drawn(begin_ahead(step));
+        } catch (...) {
+            step.error = std::current_exception();
+        }
+        return;
+    }
+    drop_ahead();
     const auto each = [&](const auto& work) {
         std::erase_if(steps, [&](Step* step) {
             try {
@@ -299,8 +358,14 @@ void Session::run(std::vector<Step*> steps) {
         State& state = *step.state;
         state.set_logits(true);
         step.history->add(step.token);
-        step.drawn =
-            draw(logits_of(state), *step.sampling, {state.length(), step.history->counts(), step.allowed});
+        const Draw next{state.length(), step.history->counts(), step.allowed};
+        if (tokens.size() > 1) {
+            step.drawn = draw(logits_of(state), *step.sampling, next);
+            return;
+        }
+        drawn_ = kNone;
+        ops_->sample(logits_of(state), *step.sampling, next);
+        step.drawn = drawn_ = ops_->drawn(begin_ahead(step));
     });
 }
 

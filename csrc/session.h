@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -119,6 +120,9 @@ class Session {
     void heads(std::span<Step* const> steps);
     float* logit_rows(size_t rows);
     int32_t draw(std::span<const float> logits, const Sampling&, const Draw&);
+    bool take_ahead(Step& step);
+    bool begin_ahead(const Step& step);
+    void drop_ahead();
 
     class Turn;
 
@@ -135,6 +139,18 @@ class Session {
 
     static constexpr int32_t kNone = -2;
     int32_t drawn_ = kNone;  // the token that the device drew last and still has
+
+    // The step after the last one, begun on the device before the host knew its token. It works on a fork, so
+    // it can be forgotten at any time: the state that it went on from is as it was.
+    struct Ahead {
+        State state;
+        std::shared_ptr<Block>
+            from;  // the recurrent states that it went on from, and how many tokens they held
+        int64_t length;
+        Sampling sampling;
+    };
+    std::optional<Ahead> ahead_;
+    std::shared_ptr<Block> spare_logits_;  // of a state before the last
 };
 
 }  // namespace lily

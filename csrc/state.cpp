@@ -92,6 +92,14 @@ State State::fork() const {
     return copy;
 }
 
+State State::fork_ahead(std::shared_ptr<Block> logits) {
+    State copy = fork();
+    copy.next_ = std::exchange(next_, nullptr);
+    copy.logits_ = std::move(logits);
+    copy.has_logits_ = false;
+    return copy;
+}
+
 std::vector<const Block*> State::blocks() const {
     std::vector<const Block*> found;
     for (const Share& page : pages_) found.push_back(page.get());

@@ -91,6 +91,9 @@ class State {
 
     // A copy that shares every page and the recurrent states until one of the two is extended.
     State fork() const;
+    // A fork for a step that may come to nothing. It takes over what this state would have written next, and
+    // writes its logits to a block that nobody reads, if there is one.
+    State fork_ahead(std::shared_ptr<Block> logits);
 
     int64_t length() const { return length_; }  // tokens taken in so far
     size_t bytes() const;                       // of memory this state refers to, shared or not

@@ -87,7 +87,7 @@ struct Crowd {
 
 int run(const char* checkpoint, int seconds) {
     const auto weights = lily::load_weights(checkpoint);
-    lily::Options options;
+    lily::Options options = lily::options_from_environment();
     options.threads = 2;
     const auto kv = lily::DType::bf16;
     lily::Session session(weights, lily::make_ops(*weights, options, kChunk, kv), kChunk, kv,

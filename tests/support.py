@@ -42,6 +42,17 @@ def kernels(instrumented: bool = False) -> str:
     return str(compiler.compile(sources, instrumented=instrumented))
 
 
+@cache
+def metal(instrumented: bool = False, source: bool = False) -> str:
+    """Return the path of the Metal device on the simulated framework, with the same kernels.
+
+    source: which compiles the kernels that it carries as text, as on a Mac.
+    """
+    from tools.metal.apple.build import build
+
+    return str(build(None if source else Path(kernels(instrumented))))
+
+
 def backends() -> list[str]:
     """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator.
 
@@ -58,7 +69,7 @@ def options_of(backend: str) -> dict[str, str]:
     device, _, kind = backend.partition(" ")
     if not kind:
         return {"device": "cpu", "simd": backend}
-    file = os.environ["LILY_PTX"] if device == "cuda" else kernels()
+    file = os.environ["LILY_PTX"] if device == "cuda" else metal() if device == "metal" else kernels()
     return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})
 
 

@@ -10,7 +10,7 @@ import rungs
 from bench import synthetic
 from lily import _core, reference
 from lily.agreement import kl_divergence, top1_agreement
-from support import ROW_BY_ROW, code_paths, compare, kernels
+from support import code_paths, compare, kernels, options_of
 
 VOCAB = 2048
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 48).astype(np.int32)
@@ -59,9 +59,10 @@ def test_full_width_is_the_reference(checkpoint, truth, simd):
 
 @pytest.mark.long
 @pytest.mark.unsanitized
-def test_full_width_row_by_row_in_the_simulator(checkpoint, truth):
+@pytest.mark.parametrize("device", ["sim", "metal"])
+def test_full_width_row_by_row_in_the_simulator(checkpoint, truth, device):
     rungs.climb("metal")
-    options = {"device": "sim", "kernels": kernels(), "kv": "f32", "prefill_chunk": "64"} | ROW_BY_ROW
+    options = options_of(f"{device} rows") | {"kv": "f32", "prefill_chunk": "64"}
     check(_core.Session(_core.Weights(str(checkpoint)), options), truth)
 
 

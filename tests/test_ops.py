@@ -23,7 +23,12 @@ def models():
     return {name: reference.Model(path) for name, path in CHECKPOINTS.items()}
 
 
-@pytest.fixture(scope="module", params=backends())
+METAL = [] if rungs.why_left_out("metal") else ["metal rows", "metal tiles"]
+
+
+@pytest.fixture(
+    scope="module", params=[*backends(), *(pytest.param(name, marks=pytest.mark.long) for name in METAL)]
+)
 def backend(request):
     return request.param
 

@@ -76,7 +76,7 @@ class CpuOps final : public Ops {
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
     void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
-    int32_t drawn() override { return drawn_; }
+    int32_t drawn(int) override { return drawn_; }
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:

@@ -28,7 +28,8 @@ void GpuOps::allocate_attention() {
     const Config& c = c_;
     if (c.attention_layers() == 0) return;
     pages_of_sequence_ = (c.max_positions + kPageTokens - 1) / kPageTokens;
-    pages_ = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
+    for (Slot& slot : slots_)
+        slot.pages = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
     results_ = kRowsOfResults * std::max<int64_t>(32, spans_of(c.max_positions));
     partial_ = scratch(results_ * c.heads * (c.head_dim + 2));
 }
@@ -101,7 +102,7 @@ Binding GpuOps::tables(std::span<const Segment> segments) const {
     for (const Segment& s : segments)
         pages += static_cast<size_t>((s.position + s.length + kPageTokens - 1) / kPageTokens);
     const size_t bytes = segments.size() * static_cast<size_t>(pages_of_sequence_) * sizeof(std::byte*);
-    return Binding::read(pages_ + number_of(segments[0]) * pages_of_sequence_, bytes)
+    return Binding::read(slot_->pages + number_of(segments[0]) * pages_of_sequence_, bytes)
         .reading(pages * sizeof(std::byte*));
 }
 
@@ -232,7 +233,8 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
         {.kernel = format("attn_mix_flash_%d%s", c_.head_dim, tile_kernels_),
          .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
          .threads = 4 * kSimd,
-         .reached = reached},
+         .reached = reached,
+         .operations = 4.0 * p.tokens * p.heads * p.head_dim * static_cast<double>(end)},
         p,
         Buffers()
             .read(row(a_.qg, s.row), bytes_of_rows(a_.qg, s.length))

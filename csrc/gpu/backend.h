@@ -35,9 +35,12 @@ class GpuOps final : public Ops {
 
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
-    bool host_reads() const override { return device_->reads_host_memory(); }
+    bool host_reads() const override { return device_->host_reads(); }
     void begin(const Batch&) override;
     void finish() override { recorder_.finish(); }
+    std::vector<std::string> compile() override { return device_->compile(); }
+    double device_seconds() override { return device_->seconds(); }
+    std::optional<size_t> room() const override { return device_->room(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
     std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }
 
@@ -53,13 +56,16 @@ class GpuOps final : public Ops {
     void moe_down(const LayerWeights&, const Batch&) override;
     void head(const Weights&, int row, int rows, float* logits) override;
     void sample(std::span<const float> logits, const Sampling&, const Draw&) override;
-    int32_t drawn() override;
+    bool overlaps() const override { return device_->overlaps() && options_.token_handoff; }
+    int32_t drawn(int back) override;
     void read_state(const LayerWeights&, const State&, float* first, float* second) const override;
 
    private:
     float* scratch(int64_t floats);
     void upload(const Weights&);
-    Tensor upload(const Tensor&);
+    void upload(Tensor&);
+    template <class Visit>
+    void each_weight(const Visit&);
     const LayerWeights& here(const LayerWeights& layer) const {
         return layers_[static_cast<size_t>(layer.number)];
     }
@@ -111,7 +117,7 @@ class GpuOps final : public Ops {
     void moe_down_tiles(const LayerWeights&, const args::MoeDown&, uint32_t T);
 
     int64_t number_of(const Segment&) const;
-    const args::Sequence* sequence_of(const Segment& s) const { return sequence_list_ + number_of(s); }
+    const args::Sequence* sequence_of(const Segment& s) const { return slot_->sequences + number_of(s); }
 
     // gpu/gdn.cpp
     bool chunks() const;
@@ -129,7 +135,7 @@ class GpuOps final : public Ops {
     void allocate_attention();
     args::Attention attention_args(const LayerWeights&, const Segment&) const;
     Binding tables(std::span<const Segment>) const;
-    const float* turns_of(int64_t r) const { return turns_ + r * c_.rotary_dim; }
+    const float* turns_of(int64_t r) const { return slot_->turns + r * c_.rotary_dim; }
     size_t bytes_of_turns(int64_t rows) const {
         return static_cast<size_t>(rows * c_.rotary_dim) * sizeof(float);
     }
@@ -161,10 +167,22 @@ class GpuOps final : public Ops {
     std::vector<Memory> owned_;
     size_t scratch_bytes_ = 0;
     Activations a_;
-    int32_t* tokens_ = nullptr;  // (T)
-    float* turns_ = nullptr;     // (T, R / 2, 2): cosine and sine of each row's position
-    std::array<args::Sequence, kSequences> sequences_ = {};
-    args::Sequence* sequence_list_ = nullptr;  // (kSequences): the same where the device has them
+    // What the host writes for a pass, and the token that the pass ends in. There are two, taken in turns, so
+    // that a pass can be prepared while the one before it runs.
+    struct Slot {
+        int32_t* tokens = nullptr;            // (T)
+        float* turns = nullptr;               // (T, R / 2, 2): cosine and sine of each row's position
+        args::Sequence* sequences = nullptr;  // (kSequences)
+        std::byte** pages = nullptr;          // (kSequences, pages of the longest context): their addresses
+        int32_t* token = nullptr;             // (1): the one drawn
+        std::span<const float> drawn_of;      // what it was drawn from
+        uint64_t number = 0;                  // of what was committed with it last
+    };
+    std::array<Slot, 2> slots_;
+    Slot* slot_ = slots_.data();   // of the pass
+    Slot* drawn_ = slots_.data();  // of the last draw
+    Slot& other(const Slot* slot) { return slots_[slot == slots_.data()]; }
+    std::array<args::Sequence, kSequences> sequences_ = {};  // of the pass, as the host finds them
 
     float* prepared_ = nullptr;  // (rows of whole chunks, channels): q, k, v convolved and normed
     float* gates_ = nullptr;     // (rows of whole chunks, Hv, 2): log decay, beta
@@ -174,7 +192,6 @@ class GpuOps final : public Ops {
 
     float* partial_ = nullptr;  // (results_, H, Dh + 2): of spans of positions, a row's together
     int64_t results_ = 0;
-    std::byte** pages_ = nullptr;  // (kSequences, pages of the longest context): their addresses
 
     void* expanded_[2] = {};       // the largest matrix each, bf16: if weights are expanded before products
     void* rounded_ = nullptr;      // (T, max(D, Hv Dv)) bf16: rows that are multiplied in tiles
@@ -201,12 +218,10 @@ class GpuOps final : public Ops {
     args::Edit* edits_ = nullptr;  // (V)
     std::vector<args::Edit> listed_;  // the same, as the host writes them
     uint32_t* allowed_ = nullptr;     // (V / 32)
-    int32_t* token_ = nullptr;        // (1): the one drawn
     std::atomic<const float*> best_of_ =
-        nullptr;                       // the logits whose best are in best_, if they are the head's last row
-    std::span<const float> drawn_of_;  // what token_ was drawn from
-    bool embedded_ = false;            // whether x begins with the row of the one drawn
-    const int32_t* taken_ = nullptr;   // (T): where the pass's tokens are, tokens_ or token_
+        nullptr;                      // the logits whose best are in best_, if they are the head's last row
+    bool embedded_ = false;           // whether x begins with the row of the one drawn
+    const int32_t* taken_ = nullptr;  // (T): where the pass's tokens are, its slot's or drawn before
 };
 
 }  // namespace lily

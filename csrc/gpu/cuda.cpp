@@ -157,7 +157,7 @@ class Cuda final : public Device {
     }
 
     std::string name() const override { return name_; }
-    bool reads_host_memory() const override { return false; }
+    bool host_reads() const override { return false; }
 
     Memory allocate(size_t bytes) override {
         context_->enter();

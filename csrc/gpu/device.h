@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "state.h"
 #include "traffic.h"
 
@@ -40,6 +42,7 @@ struct Dispatch {
     std::span<const uint32_t> threadgroup;  // bytes of each threadgroup argument
     std::span<const Binding> reached;       // memory whose addresses lie in one of the buffers
     const uint32_t* indirect = nullptr;     // (3): the threadgroups, where an earlier dispatch wrote them
+    double operations = 0;  // multiplications and additions, where they take longer than memory
 };
 
 // What the names of kernels that multiply in tiles end with where they do so by tensor operations:
@@ -56,9 +59,31 @@ struct Device {
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote
     virtual void drop_barrier(int64_t) {
     }  // for tests of the simulator: the n-th barrier from here does nothing
+    // What has been dispatched starts. Its number is what wait() takes; what is dispatched from here on sees
+    // what it wrote, without a barrier.
+    virtual uint64_t commit() { return 0; }
+    virtual void wait(uint64_t) { finish(); }        // for this and all before it; throws as finish() does
+    virtual bool overlaps() const { return false; }  // whether the host is free between the two
+    // Compiles every kernel; what is wrong with any, a line each. Others compile when they are first
+    // dispatched.
+    virtual std::vector<std::string> compile() { return {}; }
+    virtual double seconds() { return 0; }  // that the GPU worked since the last call, if it says
+    // Bytes that may still be allocated beside all there is, whose small ones may come in larger pieces;
+    // nothing if it does not say.
+    virtual std::optional<size_t> room() const { return std::nullopt; }
+    virtual void admit(size_t) {}  // throws DeviceError if so many more are not to be had
+
+    // Memory of the host's that dispatches read in place, for as long as the device lives.
+    virtual void map(std::span<const std::byte>, const std::string& /*label*/) {}
+    virtual bool reads(const void*, size_t) const { return host_reads(); }  // whether kernels reach it there
+    // What a kernel finds memory of allocate() by, if the address lies in another buffer.
+    virtual std::byte* address(const void* data) const {
+        return static_cast<std::byte*>(const_cast<void*>(data));
+    }
+
     // Where the GPU has memory of its own, the host reaches it through these alone. Both come after all that
     // was asked for before.
-    virtual bool reads_host_memory() const { return true; }        // whether kernels may be handed the host's
+    virtual bool host_reads() const { return true; }  // whether memory of allocate() is the host's
     virtual void copy(void* to, const void* from, size_t bytes) {  // either side may be either's; waits
         finish();
         std::memcpy(to, from, bytes);
@@ -78,5 +103,17 @@ std::unique_ptr<Device> make_simulator(const std::string& folder);
 // The first NVIDIA GPU, with kernels that tools/metal compiled to PTX, `file`. Throws DeviceError without
 // one.
 std::unique_ptr<Device> make_cuda(const std::string& file);
+
+// The Mac's GPU, with the kernels that the extension holds. Elsewhere `file` is the same code on a simulated
+// Metal, which tools/metal/apple/build.py makes for tests. Throws DeviceError without one.
+struct MetalSettings {
+    std::string file;
+    int resident_seconds = 180;  // after the last work, for which memory stays resident
+    Notice notice;               // while the device is being made
+};
+std::unique_ptr<Device> make_metal(const MetalSettings&);
+bool has_metal(const std::string& file);  // whether there is one that it takes
+// What is known of it, "name: value" a line; empty if there is none.
+std::string metal_facts(const std::string& file);
 
 }  // namespace lily

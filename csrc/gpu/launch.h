@@ -85,7 +85,13 @@ struct Launch {
     std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
     std::span<const Binding> reached = {};
     const uint32_t* indirect = nullptr;  // see Dispatch
+    double operations = 0;               // see Dispatch
 };
+
+// Operations of products of T rows with a matrix.
+inline double operations_of(const Linear& w, double T) {
+    return 2 * T * static_cast<double>(w.rows) * static_cast<double>(w.columns);
+}
 
 template <class Args>
 void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffers& buffers) {
@@ -108,7 +114,8 @@ void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffe
                        .buffers = buffers.list(),
                        .threadgroup = {launch.threadgroup.data(), arguments},
                        .reached = launch.reached,
-                       .indirect = launch.indirect});
+                       .indirect = launch.indirect,
+                       .operations = launch.operations});
 }
 
 // The smallest variant of a kernel whose lanes hold at least `wanted` numbers each.

@@ -89,7 +89,8 @@ void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y,
     run(recorder_,
         {.kernel = format("matmul_%s_%u%s", x.type == DType::bf16 ? "bf16" : "f32", rows, tile_kernels_),
          .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
-         .threads = threads_of_block(rows)},
+         .threads = threads_of_block(rows),
+         .operations = operations_of(w, T)},
         p,
         Buffers()
             .read(x.data, x.bytes)

@@ -269,7 +269,8 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
     run(recorder_,
         {.kernel = format("matmul_swiglu_%u%s", rows, tile_kernels_),
          .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
-         .threads = threads_of_block(rows)},
+         .threads = threads_of_block(rows),
+         .operations = 2 * operations_of(gate, T)},
         args::MatmulSwiglu{matrix(gate), matrix(up), T},
         Buffers()
             .read(h.data, h.bytes)
@@ -291,7 +292,8 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
         {.kernel = format("moe_up_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
-         .indirect = grids_},
+         .indirect = grids_,
+         .operations = 2 * operations_of(gate, T * p.experts_per_token) / c_.experts},
         tiles,
         Buffers()
             .read(rounded_, rounded)
@@ -314,7 +316,8 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
         {.kernel = format("moe_down_tiles_%u%s", expert_rows_, tile_kernels_),
          .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
          .threads = threads_of_block(expert_rows_),
-         .indirect = grids_ + 3},
+         .indirect = grids_ + 3,
+         .operations = operations_of(down, T * K) / c_.experts},
         tiles,
         Buffers()
             .read(a_.hidden.data, bytes_of_rows(a_.hidden, T))

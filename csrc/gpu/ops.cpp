@@ -2,11 +2,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <utility>
 
 #include "error.h"
 #include "gpu/backend.h"
 #include "gpu/launch.h"
+#include "safetensors.h"
 
 namespace lily {
 
@@ -25,6 +27,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
         "option tiles: wanted tensor operations, which %s, or its library of kernels, does not have. Use "
         "tiles=\"auto\".",
         device_->name().c_str());
+    device_->admit(weights.bytes);
     const Config& c = c_;
     for (int columns :
          {c.hidden, c.value_heads * c.value_dim, c.heads * c.head_dim, c.expert_width, c.shared_width})
@@ -34,14 +37,17 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
 #define LILY_FIELD(name, width, type) a_.name = Tensor(scratch(T * (width)), type, {T, width});
     LILY_ACTIVATIONS(LILY_FIELD)
 #undef LILY_FIELD
-    tokens_ = reinterpret_cast<int32_t*>(scratch(T));
-    turns_ = scratch(T * c.rotary_dim);
+    for (Slot& slot : slots_) {
+        slot.tokens = reinterpret_cast<int32_t*>(scratch(T));
+        slot.turns = scratch(T * c.rotary_dim);
+        slot.sequences =
+            reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
+        slot.token = reinterpret_cast<int32_t*>(scratch(1));
+    }
     const int64_t widest = std::max(c.hidden, c.value_heads * c.value_dim);
     rounded_ = scratch((T * widest + 1) / 2);
     if (!options_.fused_norm) normed_ = scratch(T * widest);
     allocate_experts();
-    sequence_list_ =
-        reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
     allocate_draw(c.vocab);
     allocate_gdn();
     allocate_attention();
@@ -57,31 +63,36 @@ float* GpuOps::scratch(int64_t floats) {
     return reinterpret_cast<float*>(owned_.back().get());
 }
 
-// Kernels load words, and files place them at any byte: what is not aligned is copied, and so is everything
-// for a GPU with memory of its own.
-Tensor GpuOps::upload(const Tensor& tensor) {
-    const size_t load = tensor.dtype == DType::u32 ? 8 : bytes_of(tensor.dtype);  // packed: metal/quant.h
-    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % load == 0;
-    if (!tensor || (aligned && device_->reads_host_memory())) return tensor;
-    owned_.push_back(device_->allocate(tensor.bytes()));
-    device_->write(owned_.back().get(), tensor.data, tensor.bytes());
-    Tensor copy = tensor;
-    copy.data = owned_.back().get();
-    return copy;
+namespace {
+
+// Kernels load words, and files place them at any byte. Packed words are loaded 8 bytes at a time
+// (metal/quant.h), others 4.
+bool is_aligned(const Tensor& tensor) {
+    const size_t load = tensor.dtype == DType::u32 ? 8 : sizeof(uint32_t);
+    return reinterpret_cast<uintptr_t>(tensor.data) % load == 0;
 }
 
-void GpuOps::upload(const Weights& weights) {
-    const auto place = [&](Linear& w) {
-        w.weight = upload(w.weight);
-        w.scales = upload(w.scales);
-        w.biases = upload(w.biases);
+}  // namespace
+
+// What is not aligned is copied, and so is what the device can't reach.
+void GpuOps::upload(Tensor& tensor) {
+    if (!tensor || (is_aligned(tensor) && device_->reads(tensor.data, tensor.bytes()))) return;
+    owned_.push_back(device_->allocate(tensor.bytes()));
+    device_->write(owned_.back().get(), tensor.data, tensor.bytes());
+    tensor.data = owned_.back().get();
+}
+
+// Every tensor of the weights that the dispatches read.
+template <class Visit>
+void GpuOps::each_weight(const Visit& visit) {
+    const auto linear = [&](Linear& w) {
+        visit(w.weight);
+        visit(w.scales);
+        visit(w.biases);
     };
-    embedding_ = weights.embedding;
-    head_ = weights.head;
-    norm_ = upload(weights.norm);
-    layers_ = weights.layers;
-    place(embedding_);
-    place(head_);
+    visit(norm_);
+    linear(embedding_);
+    linear(head_);
     for (LayerWeights& layer : layers_) {
         GdnWeights& g = layer.gdn;
         AttentionWeights& a = layer.attn;
@@ -89,11 +100,29 @@ void GpuOps::upload(const Weights& weights) {
         for (Linear* w :
              {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out, &a.q, &a.k, &a.v, &a.out, &m.router, &m.gate,
               &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down, &m.shared_expert_gate})
-            place(*w);
+            linear(*w);
         for (Tensor* t : {&layer.input_norm, &layer.post_norm, &g.conv, &g.a_log, &g.dt_bias, &g.norm,
                           &a.q_norm, &a.k_norm})
-            *t = upload(*t);
+            visit(*t);
     }
+}
+
+// A file that has to be copied for the most part is copied whole, and not mapped: it would count twice.
+void GpuOps::upload(const Weights& weights) {
+    embedding_ = weights.embedding;
+    head_ = weights.head;
+    norm_ = weights.norm;
+    layers_ = weights.layers;
+    for (const std::shared_ptr<MappedFile>& file : weights.files) {
+        const std::span<const std::byte> bytes = file->bytes();
+        size_t stays = 0, moves = 0;
+        each_weight([&](const Tensor& t) {
+            if (t && t.data >= bytes.data() && t.data < bytes.data() + bytes.size())
+                (is_aligned(t) ? stays : moves) += t.bytes();
+        });
+        if (stays > moves) device_->map(bytes, std::filesystem::path(file->path()).filename().string());
+    }
+    each_weight([&](Tensor& t) { upload(t); });
     device_->finish();
 }
 
@@ -133,17 +162,20 @@ void GpuOps::clear_page(std::byte* page, int position) const {
 void GpuOps::begin(const Batch& batch) {
     LILY_CHECK(std::invalid_argument, batch.segments.size() <= kSequences,
                "batch: wanted at most %d sequences, got %zu", kSequences, batch.segments.size());
-    recorder_.finish();
-    sorted_layer_ = -1;
     const bool hands_over = batch.rows == 1 && batch.tokens[0] == kDrawn;
+    const int32_t* last = drawn_->token;
+    const int32_t token = hands_over && !options_.token_handoff ? drawn(0) : 0;
+    slot_->number = recorder_.commit();
+    slot_ = &other(slot_);
+    recorder_.wait(slot_->number);
+    sorted_layer_ = -1;
     if (hands_over && !options_.token_handoff) {
-        const int32_t token = drawn();
-        device_->write(tokens_, &token, sizeof token);
+        device_->write(slot_->tokens, &token, sizeof token);
     } else if (!hands_over) {
-        device_->write(tokens_, batch.tokens.data(), batch.tokens.size_bytes());
+        device_->write(slot_->tokens, batch.tokens.data(), batch.tokens.size_bytes());
     }
-    taken_ = hands_over && options_.token_handoff ? token_ : tokens_;
-    embedded_ = embedded_ && taken_ == token_;
+    taken_ = hands_over && options_.token_handoff ? last : slot_->tokens;
+    embedded_ = embedded_ && taken_ == last;
     const auto turns = static_cast<int64_t>(frequency_.size());
     std::vector<float> turned(static_cast<size_t>(batch.rows) * frequency_.size() * 2);
     std::vector<std::byte*> table;
@@ -157,8 +189,10 @@ void GpuOps::begin(const Batch& batch) {
                 turn[0] = static_cast<float>(std::cos(angle));
                 turn[1] = static_cast<float>(std::sin(angle));
             }
-        sequences_[s] = {.now = c_.delta_layers() ? segment.state->conv(0) : nullptr,
-                         .next = c_.delta_layers() ? segment.state->next_conv(0) : nullptr,
+        const bool recurs = c_.delta_layers() > 0;
+        const auto address = [&](float* p) { return reinterpret_cast<float*>(device_->address(p)); };
+        sequences_[s] = {.now = recurs ? address(segment.state->conv(0)) : nullptr,
+                         .next = recurs ? address(segment.state->next_conv(0)) : nullptr,
                          .row = static_cast<uint32_t>(segment.row),
                          .tokens = static_cast<uint32_t>(segment.length),
                          .position = static_cast<uint32_t>(segment.position),
@@ -166,12 +200,12 @@ void GpuOps::begin(const Batch& batch) {
         if (c_.attention_layers() == 0) continue;
         table.clear();
         for (int64_t page = 0; page * kPageTokens < segment.position + segment.length; ++page)
-            table.push_back(segment.state->keys(0, page));
-        device_->write(pages_ + static_cast<int64_t>(s) * pages_of_sequence_, table.data(),
+            table.push_back(device_->address(segment.state->keys(0, page)));
+        device_->write(slot_->pages + static_cast<int64_t>(s) * pages_of_sequence_, table.data(),
                        table.size() * sizeof(std::byte*));
     }
-    device_->write(turns_, turned.data(), turned.size() * sizeof(float));
-    device_->write(sequence_list_, sequences_.data(), batch.segments.size() * sizeof(args::Sequence));
+    device_->write(slot_->turns, turned.data(), turned.size() * sizeof(float));
+    device_->write(slot_->sequences, sequences_.data(), batch.segments.size() * sizeof(args::Sequence));
 }
 
 // Which of the batch's sequences a segment is: begin() wrote them down in their order.

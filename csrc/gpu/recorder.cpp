@@ -29,6 +29,16 @@ void Recorder::dispatch(const Dispatch& dispatch) {
     ++dispatches_;
 }
 
+uint64_t Recorder::commit() {
+    if (device_.overlaps()) touched_.clear();
+    return device_.commit();
+}
+
+void Recorder::wait(uint64_t number) {
+    device_.wait(number);
+    if (!device_.overlaps()) touched_.clear();
+}
+
 void Recorder::finish() {
     device_.finish();
     touched_.clear();

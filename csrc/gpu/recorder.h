@@ -17,6 +17,11 @@ class Recorder {
     // what one read.
     void dispatch(const Dispatch& dispatch);
 
+    // As Device: commit() begins a stage without a barrier, where the device has begun, and so does wait()
+    // where it then stands still.
+    uint64_t commit();
+    void wait(uint64_t number);
+
     // Waits for the device. The next dispatch needs no barrier.
     void finish();
 

@@ -31,7 +31,6 @@ void GpuOps::allocate_draw(int64_t vocab) {
     edits_ = reinterpret_cast<args::Edit*>(
         scratch(vocab * static_cast<int64_t>(sizeof(args::Edit) / sizeof(float))));
     allowed_ = reinterpret_cast<uint32_t*>(scratch(blocks));
-    token_ = reinterpret_cast<int32_t*>(scratch(1));
 }
 
 // Writes down, by token, whose logits change: those with a bias and those generated before. Both lists are
@@ -116,23 +115,29 @@ void GpuOps::sample(std::span<const float> logits, const Sampling& s, const Draw
         Buffers()
             .add(Binding::read(x, logits.size_bytes()).reading(looked_at))
             .read(best_, blocks * sizeof(uint32_t))
-            .write(token_, sizeof(int32_t))
+            .write(slot_->token, sizeof(int32_t))
             .weights(embedding_, p.embeds)
             .write(a_.x.data, p.embeds ? bytes_of_rows(a_.x, 1) : 0));
-    drawn_of_ = logits;
+    drawn_ = slot_;
+    slot_->drawn_of = logits;
+    slot_->number = recorder_.commit();
     embedded_ = p.embeds;
 }
 
-int32_t GpuOps::drawn() {
-    recorder_.finish();
+int32_t GpuOps::drawn(int back) {
+    const Slot& slot = back ? other(drawn_) : *drawn_;
+    recorder_.wait(slot.number);
     int32_t token = 0;
-    device_->copy(&token, token_, sizeof token);
+    if (device_->host_reads())
+        token = *slot.token;
+    else
+        device_->copy(&token, slot.token, sizeof token);
     if (token == args::kNotFiniteToken) {
-        std::vector<float> logits(drawn_of_.size());
-        device_->copy(logits.data(), drawn_of_.data(), drawn_of_.size_bytes());
+        std::vector<float> logits(slot.drawn_of.size());
+        device_->copy(logits.data(), slot.drawn_of.data(), slot.drawn_of.size_bytes());
         throw_not_finite(logits);
     }
-    if (token == args::kNoToken) throw_none_left(drawn_of_.size());
+    if (token == args::kNoToken) throw_none_left(slot.drawn_of.size());
     return token;
 }
 

@@ -104,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
         help="--stages: tokens before the step, such as 4096 or 4K; by default 4K, 256, 32K and 128K",
     )
     info.set_defaults(command=_info)
+
+    doctor = commands.add_parser(
+        "doctor", parents=[model], help="say what this machine has, what the model takes, and what serves it"
+    )
+    doctor.set_defaults(command=_doctor)
+    selftest = commands.add_parser(
+        "selftest", help="run the GPU's kernels on the embedded demo, against the CPU; a few minutes"
+    )
+    selftest.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="as elsewhere")
+    selftest.add_argument("--quick", action="store_true", help="fewer rows and tokens, for a simulator")
+    selftest.set_defaults(command=_selftest)
     return parser
 
 
@@ -242,7 +253,15 @@ def _options(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _load(options: argparse.Namespace, **capacity: int) -> "lily.Model":
+    import logging
+
     settings: dict[str, Any] = {**_options(options), **capacity}
+    log = logging.getLogger("lily.device")
+    log.setLevel(logging.INFO)  # a first load on a Mac compiles for a while
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("lily: %(message)s"))
+        log.addHandler(handler)
     return lily.Model.load(lily.DEMO if options.model is None else options.model, **settings)
 
 
@@ -374,6 +393,44 @@ def _info(options: argparse.Namespace) -> int:
     }
     print(json.dumps(facts, indent=2, ensure_ascii=False) if options.json else _table(facts))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from lily import doctor
+    from lily.files import checkpoint_folder
+
+    given = _given(options) | ({} if options.threads is None else {"threads": str(options.threads)})
+    folder = checkpoint_folder(lily.DEMO if options.model is None else options.model)
+    facts = doctor.machine(given.get("kernels", "")) + doctor.files(folder)
+    if facts[-1][0] != "fault":
+        facts += doctor.choice(folder, given)
+    print("\n".join(f"{name:18} {value}" for name, value in facts))
+    return 0 if facts[-1][0] not in ("fault", "device") else 1
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    import json
+    import subprocess
+
+    from lily import doctor
+
+    given = _given(options)
+    for name, value in doctor.machine(given.get("kernels", "")):
+        print(f"{name:18} {value}")
+    failed = made = 0
+    command = [sys.executable, "-m", "lily.selftest", json.dumps([given, options.quick])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            what, right, detail = json.loads(line)
+            made += 1
+            failed += not right
+            print(f"{'ok' if right else 'WRONG':6} {what}: {detail}", flush=True)
+    if process.returncode:
+        failed += 1
+        print(f"WRONG  the process ended with {process.returncode}")
+    print(f"{made} checks, {failed} wrong")
+    return 1 if failed else 0
 
 
 def _stages(options: argparse.Namespace) -> int:

@@ -155,7 +155,8 @@ def bytes_of(states: Sequence[State]) -> int:
 class Session:
     """A checkpoint on a device, and the loops that drive it."""
 
-    def __init__(self, weights: Weights, options: Mapping[str, str]) -> None: ...
+    def __init__(self, weights: Weights, options: Mapping[str, str], notice: Callable[[str], object] | None = None) -> None:
+        """notice: called with a sentence for what takes long, before it is done."""
 
     @property
     def device(self) -> str:
@@ -169,6 +170,12 @@ class Session:
     def scratch_bytes(self) -> int:
         """
         Bytes allocated besides weights and states; fixed when the session is made.
+        """
+
+    @property
+    def room(self) -> int | None:
+        """
+        Bytes that the device's memory has left for states; None if it does not say.
         """
 
     @property
@@ -302,6 +309,14 @@ class Session:
         Let the simulator take no notice of the number-th barrier from here, for tests.
         """
 
+    def _compile(self) -> list[str]:
+        """Compile every kernel; what is wrong with any, a line each."""
+
+    def _device_seconds(self) -> float:
+        """
+        Seconds that the device worked since the last call; 0 where it does not say.
+        """
+
     def _recorded(self) -> list[Dispatch]:
         """
         The dispatches since the last call, as an instrumented simulator saw them; the first call begins.
@@ -320,6 +335,11 @@ class Session:
     def _set(self, name: str, rows: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', writable=False)]) -> None: ...
 
     def _get(self, name: str, rows: int) -> NDArray[numpy.float32]: ...
+
+def metal_facts(kernels: str = '') -> str:
+    """
+    What is known of this machine's GPU as Metal sees it, a line each; empty without Metal.
+    """
 
 def record_decode(directory: str | os.PathLike[str], position: int, options: Mapping[str, str]) -> list[Dispatch]:
     """

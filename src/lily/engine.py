@@ -35,6 +35,7 @@ from lily.tokenizer import Tokenizer
 
 _log = logging.getLogger("lily")
 _log.addHandler(logging.NullHandler())
+_device_log = logging.getLogger("lily.device")  # what takes long when a model is loaded
 
 MAX_TOKENS = 32_768  # of an answer for which the caller set no limit: one that never ends must end somewhere
 
@@ -96,7 +97,7 @@ class Engine:
         self.tokenizer = Tokenizer.load(folder)
         self.template = ChatTemplate.load(folder)
         self.defaults = Sampling.load(folder)
-        self._session: _core.Session | None = _core.Session(weights, options)
+        self._session: _core.Session | None = _core.Session(weights, options, _device_log.info)
         self._gone = ""
         self._ending = False
         self._borders = Borders(self.tokenizer)
@@ -108,6 +109,8 @@ class Engine:
         limit = capacity.memory_bytes
         if limit is None:
             limit = memory_for_states(self.weight_bytes, session.scratch_bytes)
+        if session.room is not None:
+            limit = min(limit, session.room)
         least = self.bytes_for(LEAST)
         if limit < least:
             raise MemoryLimitError(

@@ -97,7 +97,8 @@ class Model:
         cache_bytes: int, the most that the states of earlier prompts and answers may take, which later ones
             begin with; 0 keeps none. By default a quarter of memory_bytes.
         memory_bytes: int, the most that all states may take, prefixes and the cache among them. By default
-            nine tenths of the machine's memory, or of the control group's, less weights and scratch.
+            nine tenths of the machine's memory, or of the control group's, less weights and scratch. Never
+            more than a Mac's GPU may use.
         max_active: int, requests that take part at once.  max_waiting: int, that wait behind them.
         cache_dir: folder in which the cache saves what it has no room for, and what it holds at close(), so
             that it outlives the process; by default nothing is saved.

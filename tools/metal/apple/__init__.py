@@ -1,0 +1,1 @@
+"""A simulated Metal framework, on which csrc/gpu/metal.mm compiles and runs on Linux."""
