@@ -20,7 +20,11 @@ std::vector<CodePath> code_paths() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return {{&kKernelsAvx512, avx512}, {&kKernelsAvx2, avx2}, {&kKernelsPlain, true}};
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    return {{&kKernelsAvx512Vnni, vnni},
+            {&kKernelsAvx512, avx512},
+            {&kKernelsAvx2, avx2},
+            {&kKernelsPlain, true}};
 #else
     return {{&kKernelsPlain, true}};
 #endif

@@ -150,7 +150,7 @@ std::map<std::string, std::string> Options::values() const {
 void Options::check() const {
     one_of("device", device, "auto cpu cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
-    one_of("simd", simd, "auto avx512 avx2 plain");
+    one_of("simd", simd, "auto avx512vnni avx512 avx2 plain");
     one_of("tiles", tiles, "auto tensor simdgroup");
     one_of("gdn_scan", gdn_scan, "registers packed chunked");
     in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);

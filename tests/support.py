@@ -23,7 +23,7 @@ def code_paths() -> list[str]:
     """Return the code paths that this CPU can run; the plain one always can."""
     weights = _core.Weights(str(CHECKPOINTS["tiny"]))
     found = []
-    for simd in ("avx512", "avx2", "plain"):
+    for simd in ("avx512vnni", "avx512", "avx2", "plain"):
         try:
             _core.Session(weights, {"simd": simd})
         except errors.DeviceError:

@@ -30,7 +30,6 @@ constexpr int kSpanPages = 8;  // pages that one task of split attention takes
 constexpr int kSpanTokens = kSpanPages * kPageTokens;
 constexpr int kSplitRows = 8;  // rows up to which attention is split over spans
 constexpr int kRowWork = 16;   // what norming and arranging a value costs, in multiplications
-constexpr int kPanel = 32;  // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
 constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
 
 // y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride +

@@ -16,6 +16,8 @@ constexpr int64_t arranged_floats(int64_t columns) {
     return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
 }
 
+constexpr int kPanel = 32;  // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
+
 // How a product leaves the kernel: stored, or scaled and added to what is there.
 struct Output {
     float* const* row = nullptr;   // (M) pointers to where output `first` of each row goes
@@ -49,7 +51,7 @@ struct Kernels {
     // Reorders a row of inputs for a weight stored in `bits`, and sums its groups.
     void (*arrange)(const float* x, int64_t columns, int bits, float* out);
 
-    // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x.
+    // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x, at most kPanel of them.
     void (*product)(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M,
                     Output out);
 
@@ -91,6 +93,7 @@ extern const Kernels kKernelsPlain;
 #if defined(__x86_64__)
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
+extern const Kernels kKernelsAvx512Vnni;
 #endif
 
 }  // namespace lily

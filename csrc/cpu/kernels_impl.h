@@ -467,19 +467,19 @@ void append(const float* key, const float* value, int slot, int head_dim, DType 
 
 }  // namespace
 
-#define LILY_KERNEL_TABLE(title)   \
-    {.name = title,                \
-     .arrange = arrange,           \
-     .product = product,           \
-     .rms_norm = rms_norm,         \
-     .swiglu = swiglu,             \
-     .sigmoid_gate = sigmoid_gate, \
-     .conv = conv,                 \
-     .l2_norm = l2_norm,           \
-     .dot = dot,                   \
-     .delta = delta,               \
-     .attend = attend,             \
-     .merge = merge,               \
+#define LILY_KERNEL_TABLE(title, arrange_, product_) \
+    {.name = title,                                  \
+     .arrange = arrange_,                            \
+     .product = product_,                            \
+     .rms_norm = rms_norm,                           \
+     .swiglu = swiglu,                               \
+     .sigmoid_gate = sigmoid_gate,                   \
+     .conv = conv,                                   \
+     .l2_norm = l2_norm,                             \
+     .dot = dot,                                     \
+     .delta = delta,                                 \
+     .attend = attend,                               \
+     .merge = merge,                                 \
      .append = append}
 
 }  // namespace lily

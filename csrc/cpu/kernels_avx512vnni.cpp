@@ -1,0 +1,8 @@
+// The kernels compiled for AVX-512 with integer dot products.
+#include "cpu/digits.h"
+
+namespace lily {
+
+const Kernels kKernelsAvx512Vnni = LILY_KERNEL_TABLE("avx512vnni", arrange_digits, product_digits);
+
+}  // namespace lily
