@@ -47,7 +47,7 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
     if (options.device == "cuda")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
-    return std::make_unique<CpuOps>(weights, options.threads, rows, kv, choose(options.simd));
+    return std::make_unique<CpuOps>(weights, options, rows, kv, choose(options.simd));
 }
 
 }  // namespace lily

@@ -98,6 +98,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"threads", ""},
         {"simd", ""},
         {"kernels", ""},
+        {"repack", ""},  // changes how long loading takes as well
         {"kv", ""},  // changes what is kept, and is judged by agreement first
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},
@@ -151,6 +152,7 @@ void Options::check() const {
     one_of("device", device, "auto cpu cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
     one_of("simd", simd, "auto avx512vnni avx512 avx2 plain");
+    one_of("repack", repack, "auto on off");
     one_of("tiles", tiles, "auto tensor simdgroup");
     one_of("gdn_scan", gdn_scan, "registers packed chunked");
     in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);

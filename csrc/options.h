@@ -19,6 +19,7 @@ namespace lily {
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, avx512vnni, avx512, avx2 or plain.")                                  \
+    X(std::string,  repack,        "auto",  "CPU, avx512vnni: whether 4-bit matrices are kept in the order that is read fastest, in place of the file's pages: on, off, or auto, if they have 1 GiB or more and memory allows.") \
     X(std::string,  kernels,       "",      "File of GPU kernels: for device sim by `make kernels`, for cuda by `make ptx`.")  \
     X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \
     X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \

@@ -16,32 +16,37 @@ void CpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
 }
 
 // RoPE on the first R dimensions of a head; dimension i turns with dimension i + R / 2.
-void CpuOps::rotate(float* head, int64_t position) const {
+// turn: (R) cosines, then sines, of the position.
+void CpuOps::rotate(float* head, const float* turn) const {
     const int half = c_.rotary_dim / 2;
     for (int i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position) * frequency_[static_cast<size_t>(i)];
-        const auto cosine = static_cast<float>(std::cos(angle)), sine = static_cast<float>(std::sin(angle));
         const float a = head[i], b = head[i + half];
-        head[i] = a * cosine - b * sine;
-        head[i + half] = a * sine + b * cosine;
+        head[i] = a * turn[i] - b * turn[half + i];
+        head[i + half] = a * turn[half + i] + b * turn[i];
     }
 }
 
 // Norms and turns a row's queries and keys, and writes its keys and values into their page.
 void CpuOps::place_row(const LayerWeights& layer, const Segment& segment, int t, float* key) {
-    const int Dh = c_.head_dim;
+    const int Dh = c_.head_dim, half = c_.rotary_dim / 2;
     const int64_t r = segment.row + t, position = segment.position + t;
     const float scale = 1.f / std::sqrt(static_cast<float>(Dh));
+    float* turn = key + Dh;
+    for (int i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position) * frequency_[static_cast<size_t>(i)];
+        turn[i] = static_cast<float>(std::cos(angle));
+        turn[half + i] = static_cast<float>(std::sin(angle));
+    }
     for (int h = 0; h < c_.heads; ++h) {
         float* query = query_ + (r * c_.heads + h) * Dh;
         norm(row(a_.qg, r) + static_cast<int64_t>(h) * 2 * Dh, layer.attn.q_norm, query);
-        rotate(query, position);
+        rotate(query, turn);
         for (int d = 0; d < Dh; ++d) query[d] *= scale;
     }
     const int64_t page = position / kPageTokens;
     for (int h = 0; h < c_.kv_heads; ++h) {
         norm(row(a_.k, r) + static_cast<int64_t>(h) * Dh, layer.attn.k_norm, key);
-        rotate(key, position);
+        rotate(key, turn);
         const size_t plane = segment.state->layout().head * static_cast<size_t>(h);
         kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
                         static_cast<int>(position % kPageTokens), Dh, kv_,

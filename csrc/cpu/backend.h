@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/panels.h"
 #include "cpu/threads.h"
 #include "ops.h"
 #include "sample.h"
@@ -28,8 +29,8 @@ constexpr int kMaxTaps = 16;   // of the convolution
 constexpr int kBlockRows = 8;  // query rows that share a pass over a page of keys and values
 constexpr int kSpanPages = 8;  // pages that one task of split attention takes
 constexpr int kSpanTokens = kSpanPages * kPageTokens;
-constexpr int kSplitRows = 8;  // rows up to which attention is split over spans
-constexpr int kRowWork = 16;   // what norming and arranging a value costs, in multiplications
+constexpr int kSplitRows = 8;     // rows up to which attention is split over spans
+constexpr int kRowWork = 16;      // what norming and arranging a value costs, in multiplications
 constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
 
 // y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride +
@@ -46,12 +47,13 @@ struct Product {
 
 class CpuOps final : public Ops {
    public:
-    CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels);
+    CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& kernels);
 
     const Activations& activations() const override { return a_; }
     std::string name() const override { return std::string("cpu ") + kernels_.name; }
     int threads() const override { return threads_.count(); }
     int recurrent_copies() const override { return 1; }
+    size_t packed_bytes() const override { return panels_->bytes; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
     int grid() const override { return 1; }
     std::string state_order() const override { return "cpu"; }
@@ -123,7 +125,7 @@ class CpuOps final : public Ops {
     void gates(const LayerWeights&, int64_t r);
     void keep_conv_state(const LayerWeights&, const Segment&);
 
-    void rotate(float* head, int64_t position) const;
+    void rotate(float* head, const float* turn) const;
     void place_row(const LayerWeights&, const Segment&, int t, float* key);
     void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores,
                      float* out);
@@ -140,6 +142,7 @@ class CpuOps final : public Ops {
     const Config c_;
     const Kernels& kernels_;
     Threads threads_;
+    const std::shared_ptr<const Panels> panels_;
     const int rows_;  // the largest T
     const DType kv_;
 

@@ -23,7 +23,11 @@ constexpr int kGroupWords = kGroup / 8;   // of 4-bit weights
 constexpr int kScaleGroups = 2 * kLanes;  // groups whose scales are transposed at a time
 constexpr int kPanelGroups = 8;           // groups whose words are
 constexpr int kPanelRows = kLanes / 8;    // vectors of rows in a panel: as many as registers allow
+constexpr int kPanelLanes = kPanelRows * kLanes;
+static_assert(kPanelLanes == kPackRows);
 constexpr int kTileRows = 4;              // rows of inputs that share an unpacked weight
+constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
+constexpr int kRecordsAhead = 4;          // that are asked for before they are used
 constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
 
 // Of a row of inputs: per group the three digits of its 64 inputs, highest first; then the groups' scales;
@@ -116,12 +120,24 @@ LILY_INLINE void transpose(Words (&v)[kLanes]) {
     }
 }
 
-// Some columns of kPanelRows vectors of rows of W.
-struct Panel {
-    alignas(64) uint32_t words[kPanelGroups * kGroupWords][kPanelRows * kLanes];
-    alignas(64) float scales[kScaleGroups][kPanelRows * kLanes];
-    alignas(64) float biases[kScaleGroups][kPanelRows * kLanes];
+// A group of columns of kPanelLanes rows of W: word j of every row, then the scales and the biases. A matrix
+// of such records is as large as it was; Scale is uint16_t for bfloat16.
+template <class Scale>
+struct Record {
+    uint32_t words[kGroupWords][kPanelLanes];
+    Scale scales[kPanelLanes], biases[kPanelLanes];
 };
+static_assert(sizeof(Record<uint16_t>) == kPanelLanes * (kGroup / 2 + 2 * sizeof(uint16_t)));
+
+template <class Type>
+using ScaleOf = std::conditional_t<std::is_same_v<Type, Bf16>, uint16_t, float>;
+
+LILY_INLINE Floats scales_at(const uint16_t* from) {
+    return load_bf16(from);
+}
+LILY_INLINE Floats scales_at(const float* from) {
+    return load(from);
+}
 
 // The first bytes of a vector, the rest zeros.
 LILY_INLINE Words load_first(const std::byte* from, int64_t bytes) {
@@ -142,7 +158,7 @@ struct Rows {
 // Scales, or biases, of groups [first, first + kScaleGroups).
 template <class Type>
 LILY_INLINE void take_scales(const Rows& rows, int64_t first, int64_t groups, float* to) {
-    constexpr int64_t kStride = kPanelRows * kLanes;
+    constexpr int64_t kStride = kPanelLanes;
     const int64_t count = groups - first < kScaleGroups ? groups - first : kScaleGroups;
     if constexpr (std::is_same_v<Type, Bf16>) {
         Words v[kLanes];
@@ -158,15 +174,46 @@ LILY_INLINE void take_scales(const Rows& rows, int64_t first, int64_t groups, fl
     }
 }
 
-// Words of groups [first, first + groups).
-LILY_INLINE void take_words(const Rows& rows, int64_t first, int groups, int64_t words, uint32_t* to) {
-    constexpr int64_t kStride = kPanelRows * kLanes;
-    for (int word = 0; word < groups * kGroupWords; word += kLanes) {
+// Groups [first, first + count) of kLanes rows of W, at most kPanelGroups, into the lanes from `lane` on of
+// as many records. Rows from `end` on are the last one again.
+template <class Type>
+LILY_INLINE void take_groups(const Linear& w, int64_t row, int64_t end, int64_t first, int count, int lane,
+                             Record<ScaleOf<Type>>* to) {
+    const int64_t words = w.columns / 8, groups = w.columns / kGroup, last = end - 1 - row;
+    const Rows q{w.weight.data + row * words * 4, words * 4, last};
+    for (int word = 0; word < count * kGroupWords; word += kLanes) {
         Words v[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane)
-            v[lane] = words_at(rows.at(lane), first * kGroupWords + word, words);
+        for (int i = 0; i < kLanes; ++i) v[i] = words_at(q.at(i), first * kGroupWords + word, words);
         transpose(v);
-        for (int i = 0; i < kLanes; ++i) std::memcpy(to + (word + i) * kStride, &v[i], sizeof v[i]);
+        for (int i = 0; i < kLanes && word + i < count * kGroupWords; ++i)
+            std::memcpy(to[(word + i) / kGroupWords].words[i % kGroupWords] + lane, &v[i], sizeof v[i]);
+    }
+    const int64_t bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
+    const Rows scales{w.scales.data + row * bytes, bytes, last},
+        biases{w.biases.data + row * bytes, bytes, last};
+    if constexpr (std::is_same_v<Type, Bf16>) {
+        constexpr int kHalf = kLanes / 2;  // words that hold the scales of kPanelGroups groups or more
+        Words v[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+            const Words low = load_first(scales.at(i) + 2 * first, 2 * count),
+                        high = load_first(biases.at(i) + 2 * first, 2 * count);
+            v[i] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(0xffff, reinterpret_cast<__m512i>(low),
+                                                                      reinterpret_cast<__m512i>(high), 0x44));
+        }
+        transpose(v);
+        for (int g = 0; g < count; ++g) {
+            const int shift = g % 2 ? 16 : 0;
+            const Halves scale = __builtin_convertvector(v[g / 2] >> shift, Halves),
+                         bias = __builtin_convertvector(v[kHalf + g / 2] >> shift, Halves);
+            std::memcpy(to[g].scales + lane, &scale, sizeof scale);
+            std::memcpy(to[g].biases + lane, &bias, sizeof bias);
+        }
+    } else {
+        for (int i = 0; i < kLanes; ++i)
+            for (int g = 0; g < count; ++g) {
+                to[g].scales[lane + i] = Type::get(scales.at(i), first + g);
+                to[g].biases[lane + i] = Type::get(biases.at(i), first + g);
+            }
     }
 }
 
@@ -179,14 +226,17 @@ LILY_INLINE Floats add_group(Ints high, Ints middle, Ints low, Floats scale, Flo
     return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
 }
 
-// N vectors of rows of the panel times M rows of inputs, into the sums so far.
-template <int N, int M>
-LILY_INLINE void multiply_panel(const Panel& panel, int scale, int64_t first, int count, int64_t groups,
-                                const float* const* x, float (*sums)[kPanelRows * kLanes]) {
+// N vectors of rows of `count` records, the first of which is group `first`, times M rows of inputs, into the
+// sums so far.
+template <int N, int M, class Scale>
+LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+                                  const float* const* x, float (*sums)[kPanelLanes]) {
     Floats total[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + n * kLanes);
-    for (int g = 0; g < count; ++g) {
+    for (int64_t g = 0; g < count; ++g) {
+        const Record<Scale>& record = records[g];
+        const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
         const int32_t* digits[M];
         for (int m = 0; m < M; ++m)
             digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
@@ -195,46 +245,48 @@ LILY_INLINE void multiply_panel(const Panel& panel, int scale, int64_t first, in
             for (int m = 0; m < M; ++m)
                 for (int n = 0; n < N; ++n) part[p][m][n] = Ints{};
 #pragma GCC unroll 2
-        for (int word = 0; word < kGroupWords; ++word)
+        for (int word = 0; word < kGroupWords; ++word) {
+            // With few rows of inputs, records come from memory as fast as it gives them.
+            if (M <= kStreamRows)
+                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 Words weight[N];
                 for (int n = 0; n < N; ++n)
-                    weight[n] =
-                        load_as<Words>(panel.words[g * kGroupWords + word] + n * kLanes) >> (4 * half) &
-                        0x0f0f0f0fu;
+                    weight[n] = load_as<Words>(record.words[word] + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
                 for (int m = 0; m < M; ++m)
                     for (int p = 0; p < kDigits; ++p) {
                         const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
                         for (int n = 0; n < N; ++n) part[p][m][n] = dot4(part[p][m][n], weight[n], digit);
                     }
             }
+        }
+        if (M <= kStreamRows)
+            for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
-            for (int n = 0; n < N; ++n) {
-                total[m][n] = add_group(
-                    part[0][m][n], part[1][m][n], part[2][m][n], load(panel.scales[scale + g] + n * kLanes),
-                    load(panel.biases[scale + g] + n * kLanes), unit, groups, total[m][n]);
-            }
+            for (int n = 0; n < N; ++n)
+                total[m][n] = add_group(part[0][m][n], part[1][m][n], part[2][m][n],
+                                        scales_at(record.scales + n * kLanes),
+                                        scales_at(record.biases + n * kLanes), unit, groups, total[m][n]);
         }
     }
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
 }
 
-template <int N>
-void multiply_rows(const Panel& panel, int scale, int64_t first, int count, int64_t groups,
-                   const float* const* x, int M, float (*sums)[kPanelRows * kLanes]) {
+template <int N, class Scale>
+void multiply_rows(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+                   const float* const* x, int M, float (*sums)[kPanelLanes]) {
     int m = 0;
     for (; m + kTileRows <= M; m += kTileRows)
-        multiply_panel<N, kTileRows>(panel, scale, first, count, groups, x + m, sums + m);
-    if (M - m == 3) multiply_panel<N, 3>(panel, scale, first, count, groups, x + m, sums + m);
-    if (M - m == 2) multiply_panel<N, 2>(panel, scale, first, count, groups, x + m, sums + m);
-    if (M - m == 1) multiply_panel<N, 1>(panel, scale, first, count, groups, x + m, sums + m);
+        multiply_records<N, kTileRows>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 3) multiply_records<N, 3>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 2) multiply_records<N, 2>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 1) multiply_records<N, 1>(records, first, count, groups, x + m, sums + m);
 }
 
-LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M,
-                     const float (*sums)[kPanelRows * kLanes]) {
+LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
     for (int m = 0; m < M; ++m) {
         float* to = out.row[m] + at;
         for (int64_t i = 0; i < rows; ++i) to[i] = out.scale ? to[i] + out.scale[m] * sums[m][i] : sums[m][i];
@@ -243,29 +295,25 @@ LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M,
 
 // Rows [row, row + N kLanes) of W, of which those before `end` exist, times M rows of inputs.
 template <int N, class Type>
-void digits_block(const Linear& w, int64_t row, int64_t end, int64_t first, const float* const* x, int M,
-                  const Output& out) {
-    const int64_t words = w.columns / 8, groups = w.columns / kGroup;
-    const int64_t scale_bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
-    Panel panel;
-    alignas(64) float sums[kPanel][kPanelRows * kLanes];
+void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t end, int64_t first,
+                  const float* const* x, int M, const Output& out) {
+    using Panel = Record<ScaleOf<Type>>;
+    const int64_t groups = w.columns / kGroup;
+    alignas(64) Panel panel[kPanelGroups];
+    alignas(64) float sums[kPanel][kPanelLanes];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, Floats{});
-    for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
-        const int scale = static_cast<int>(g0 % kScaleGroups);
-        const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
-        for (int n = 0; n < N; ++n) {
-            const int64_t r = row + n * kLanes, last = end - 1 - r;
-            if (scale == 0) {
-                take_scales<Type>({w.scales.data + r * scale_bytes, scale_bytes, last}, g0, groups,
-                                  panel.scales[0] + n * kLanes);
-                take_scales<Type>({w.biases.data + r * scale_bytes, scale_bytes, last}, g0, groups,
-                                  panel.biases[0] + n * kLanes);
-            }
-            take_words({w.weight.data + r * words * 4, words * 4, last}, g0, count, words,
-                       panel.words[0] + n * kLanes);
+    const bool packed = std::is_same_v<Type, Bf16> && panels && N == kPanelRows && row % kPanelLanes == 0;
+    const auto* records = reinterpret_cast<const Panel*>(panels) + row / kPanelLanes * groups;
+    if (packed && M <= kStreamRows) {
+        multiply_rows<N>(records, 0, groups, groups, x, M, sums);
+    } else {
+        for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+            const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
+            for (int n = 0; n < N && !packed; ++n)
+                take_groups<Type>(w, row + n * kLanes, end, g0, count, n * kLanes, panel);
+            multiply_rows<N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
         }
-        multiply_rows<N>(panel, scale, g0, count, groups, x, M, sums);
     }
     put(out, row - first, end - row < N * kLanes ? end - row : N * kLanes, M, sums);
 }
@@ -288,7 +336,7 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
     const int64_t words = w.columns / 8, groups = w.columns / kGroup;
     const int64_t scale_bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
     const std::byte* q = w.weight.data + row * words * 4;
-    alignas(64) float scales[kScaleGroups][kPanelRows * kLanes], biases[kScaleGroups][kPanelRows * kLanes];
+    alignas(64) float scales[kScaleGroups][kPanelLanes], biases[kScaleGroups][kPanelLanes];
     Floats total[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) total[m][n] = Floats{};
@@ -344,33 +392,48 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
             }
         }
     }
-    alignas(64) float sums[M][kPanelRows * kLanes];
+    alignas(64) float sums[M][kPanelLanes];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
     put(out, row - first, N * kLanes, M, sums);
 }
 
 template <class Type>
-void digits_of(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M,
-               const Output& out) {
+void digits_of(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+               const float* const* x, int M, const Output& out) {
     const int64_t end = first + outputs;
     int64_t row = first;
-    constexpr int kBlock = kPanelRows * kLanes;
-    for (; M == 1 && row + kBlock <= end; row += kBlock)
-        digits_stream<kPanelRows, 1, Type>(w, row, first, x, out);
-    for (; M == 2 && row + kBlock <= end; row += kBlock)
-        digits_stream<kPanelRows, 2, Type>(w, row, first, x, out);
-    for (; end - row > kLanes; row += kPanelRows * kLanes)
-        digits_block<kPanelRows, Type>(w, row, end, first, x, M, out);
-    if (row < end) digits_block<1, Type>(w, row, end, first, x, M, out);
+    for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
+        if (M == 1) digits_stream<kPanelRows, 1, Type>(w, row, first, x, out);
+        if (M == 2) digits_stream<kPanelRows, 2, Type>(w, row, first, x, out);
+    }
+    for (; end - row > kLanes; row += kPanelLanes)
+        digits_block<kPanelRows, Type>(w, panels, row, end, first, x, M, out);
+    if (row < end) digits_block<1, Type>(w, panels, row, end, first, x, M, out);
 }
 
-void product_digits(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M,
-                    Output out) {
-    if (w.bits != 4) return product(w, first, outputs, x, M, out);
-    if (w.scales.dtype == DType::bf16) return digits_of<Bf16>(w, first, outputs, x, M, out);
-    if (w.scales.dtype == DType::f16) return digits_of<F16>(w, first, outputs, x, M, out);
-    digits_of<F32>(w, first, outputs, x, M, out);
+// Whether a matrix can be kept as records, which then are as large as it was.
+bool packs(const Linear& w) {
+    return w.bits == 4 && w.scales.dtype == DType::bf16 && w.rows % kPanelLanes == 0;
+}
+
+// Rows [kPanelLanes block, kPanelLanes (block + 1)) of W as records, at their place in `panels`.
+void pack(const Linear& w, int64_t block, std::byte* panels) {
+    const int64_t groups = w.columns / kGroup, row = block * kPanelLanes;
+    auto* records = reinterpret_cast<Record<uint16_t>*>(panels) + block * groups;
+    for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+        const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
+        for (int n = 0; n < kPanelRows; ++n)
+            take_groups<Bf16>(w, row + n * kLanes, w.rows, g0, count, n * kLanes, records + g0);
+    }
+}
+
+void product_digits(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+                    const float* const* x, int M, Output out) {
+    if (w.bits != 4) return product(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::bf16) return digits_of<Bf16>(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::f16) return digits_of<F16>(w, panels, first, outputs, x, M, out);
+    digits_of<F32>(w, panels, first, outputs, x, M, out);
 }
 
 }  // namespace

@@ -66,8 +66,8 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     });
     for (const Segment& segment : batch.segments) keep_conv_state(layer, segment);
 
-    constexpr int kLanesOfTask =
-        64;  // of a head's values: with Dk = 128 their part of S stays in the first-level cache
+    // Of a head's values: with Dk = 128 their part of S, 16 KB, stays in the first-level cache.
+    constexpr int kLanesOfTask = 32;
     const int blocks = (c_.value_dim + kLanesOfTask - 1) / kLanesOfTask;
     const auto segments = static_cast<int64_t>(batch.segments.size());
     const int64_t channels = c_.channels(), keys = static_cast<int64_t>(c_.key_heads) * c_.key_dim;

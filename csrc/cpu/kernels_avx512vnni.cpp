@@ -3,6 +3,7 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx512Vnni = LILY_KERNEL_TABLE("avx512vnni", arrange_digits, product_digits);
+const Kernels kKernelsAvx512Vnni =
+    LILY_KERNEL_TABLE("avx512vnni", arrange_digits, product_digits, packs, pack);
 
 }  // namespace lily

@@ -8,6 +8,7 @@
 
 #include "cpu/backend.h"
 #include "error.h"
+#include "options.h"
 
 namespace lily {
 
@@ -19,6 +20,8 @@ constexpr size_t kHugePage = 2 << 20;
 // without end.
 constexpr size_t kMapped = 64 << 10;
 constexpr size_t kCacheLine = 64;
+
+}  // namespace
 
 Memory map_memory(size_t bytes) {
     if (bytes < kMapped) {
@@ -35,30 +38,11 @@ Memory map_memory(size_t bytes) {
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
 
-template <class Function>
-void for_each_linear(const Weights& weights, const Function& function) {
-    for (const LayerWeights& layer : weights.layers) {
-        const GdnWeights& g = layer.gdn;
-        const AttentionWeights& a = layer.attn;
-        const MoeWeights& m = layer.moe;
-        if (layer.attention) {
-            for (const Linear* w : {&a.q, &a.k, &a.v, &a.out}) function(*w);
-        } else {
-            for (const Linear* w : {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out}) function(*w);
-        }
-        for (const Linear* w :
-             {&m.router, &m.gate, &m.up, &m.shared_gate, &m.shared_up, &m.shared_expert_gate})
-            function(*w);
-    }
-    function(weights.head);
-}
-
-}  // namespace
-
-CpuOps::CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels)
+CpuOps::CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& kernels)
     : c_(weights.config),
       kernels_(kernels),
-      threads_(threads),
+      threads_(options.threads),
+      panels_(panels_of(weights, kernels, threads_, options.repack)),
       rows_(rows),
       kv_(kv),
       sample_scratch_(c_.vocab) {
@@ -117,7 +101,7 @@ void CpuOps::size_arranged(const Weights& weights) {
         int64_t& size = floats[static_cast<size_t>(w.bits / 4)];
         size = std::max(size, count);
     };
-    for_each_linear(weights, [&](const Linear& w) { need(w, rows_ * arranged_floats(w.columns)); });
+    for_each_matrix(weights, [&](const Linear& w) { need(w, rows_ * arranged_floats(w.columns)); });
     const int64_t routed = rows_ * c_.experts_per_token * arranged_floats(c_.expert_width);
     for (const LayerWeights& layer : weights.layers) {
         need(layer.moe.down, routed);
@@ -197,9 +181,10 @@ void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int 
             u[m] = p.up_x.data + (r0 + m) * p.up_x.stride;
             up[m] = up_tile[m];
         }
-        kernels_.product(*p.w, first, outputs, x, M, {out, p.add ? kOnes.data() : nullptr});
+        kernels_.product(*p.w, panels_->at(*p.w), first, outputs, x, M,
+                         {out, p.add ? kOnes.data() : nullptr});
         if (!p.up) continue;
-        kernels_.product(*p.up, first, outputs, u, M, {up, nullptr});
+        kernels_.product(*p.up, panels_->at(*p.up), first, outputs, u, M, {up, nullptr});
         for (int m = 0; m < M; ++m) kernels_.swiglu(out[m], up[m], outputs, out[m]);
     }
 }
