@@ -50,7 +50,9 @@ def backends() -> list[str]:
     """
     gpus = [] if rungs.why_left_out("metal") else ["sim"]
     gpus += ["cuda"] if "LILY_PTX" in os.environ else []
-    cpus = [path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd]
+    cpus = [
+        path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd
+    ]
     return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
 
 

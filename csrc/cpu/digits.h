@@ -51,7 +51,7 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
     const float wide = top * 1.01f;
     std::memcpy(&bits, &wide, 4);
     uint32_t exponent = bits >> 23;
-    if (exponent < 40) exponent = 40;
+    if (exponent < 23) exponent = 23;  // smaller inputs, below 2^-104, lose digits
     const uint32_t unit_bits = (exponent - 22) << 23, inverse_bits = (254 - exponent + 22) << 23;
     float unit, inverse;
     std::memcpy(&unit, &unit_bits, 4);

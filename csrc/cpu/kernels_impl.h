@@ -365,17 +365,24 @@ template <int Q, int N, class Type>
 void page_values(const void* values, const float* scores, int head_dim, int64_t count, int first, float* out,
                  int64_t stride) {
     Floats total[Q][N];
+#pragma GCC unroll 8
     for (int h = 0; h < Q; ++h)
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[h][n] = load(out + h * stride + first + n * kLanes);
     for (int64_t key = 0; key < count; ++key) {
         Floats value[N];
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) value[n] = Type::vector(values, key * head_dim + first + n * kLanes);
+#pragma GCC unroll 8
         for (int h = 0; h < Q; ++h) {
             const Floats weight = splat(scores[h * kPage + key]);
+#pragma GCC unroll 8
             for (int n = 0; n < N; ++n) total[h][n] = fma(weight, value[n], total[h][n]);
         }
     }
+#pragma GCC unroll 8
     for (int h = 0; h < Q; ++h)
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(out + h * stride + first + n * kLanes, total[h][n]);
 }
 
