@@ -47,7 +47,11 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
     if (options.device == "cuda")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
-    return std::make_unique<CpuOps>(weights, options, rows, kv, choose(options.simd));
+    const Kernels &steps = choose(options.simd), *prompts = &steps;
+#if defined(__x86_64__)
+    if (&steps == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
+#endif
+    return std::make_unique<CpuOps>(weights, options, rows, kv, steps, *prompts);
 }
 
 }  // namespace lily

@@ -103,6 +103,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},
         {"speculate", ""},  // depends on the text: bench/speculate.py
+        {"prefill_digits", "2"},
         {"prefill_chunk", "512 1024 4096 8192"},
         {"fixed_blocks_from", "0 1"},
         {"flash_from", "0"},
@@ -161,6 +162,7 @@ void Options::check() const {
     in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("prefill_digits", prefill_digits, 2, 3);
     in_range("decode_batch", decode_batch, 1, 32);
     in_range("speculate", speculate, 0, 7);
     in_range("matmul_rows", matmul_rows, 2, 65537);

@@ -127,3 +127,43 @@ def test_scratch_does_not_grow_with_the_prompt(path: str) -> None:
     state = session.new_state()
     session.extend(state, np.zeros(700, np.int32))
     assert session.scratch_bytes == before
+
+
+# ---- prompts in two digits
+
+
+def prompt_session(checkpoint: str, digits: int, **options: str) -> _core.Session:
+    weights = _core.Weights(str(CHECKPOINTS[checkpoint]))
+    given = {"device": "cpu", "prefill_digits": str(digits), "kv": "f32", "prefill_chunk": "128"}
+    return _core.Session(weights, given | options)
+
+
+two_digits = pytest.mark.skipif(not any(map(can_pack, code_paths())), reason="is for CPUs with AVX-512 VNNI")
+
+
+@two_digits
+@pytest.mark.parametrize("repack", ["on", "off"])
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_two_digits_are_within_their_bound(op: str, repack: str) -> None:
+    exact, session = prompt_session("small", 3), prompt_session("small", 2, repack=repack)
+    given = given_for(exact, op)
+    wanted, got = outputs(exact, op, given), outputs(session, op, given)
+    for name, want in wanted.items():
+        assert np.abs(got[name] - want).max() <= 1e-4 * np.abs(want).max(), name
+    assert any(not np.array_equal(got[name], want) for name, want in wanted.items())
+    few = {name: array[:9] for name, array in given.items()}
+    wanted, got = outputs(exact, op, few), outputs(session, op, few)
+    assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
+
+
+@two_digits
+@pytest.mark.parametrize("cuts", [[16], [48, 64], [128, 144], [16, 32, 240]], ids=str)
+def test_a_prompt_in_two_digits_is_cut_on_its_grid(cuts: list[int]) -> None:
+    session = prompt_session("tiny", 2)
+    assert (session.grid, prompt_session("tiny", 3).grid) == (16, 1)
+    tokens = np.random.default_rng(2).integers(0, 600, 251).astype(np.int32)
+    whole, pieces = session.new_state(), session.new_state()
+    session.extend(whole, tokens)
+    for begin, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        session.extend(pieces, tokens[begin:end], end=len(tokens))
+    assert np.array_equal(session.last_logits(whole), session.last_logits(pieces))

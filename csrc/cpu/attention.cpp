@@ -48,10 +48,10 @@ void CpuOps::place_row(const LayerWeights& layer, const Segment& segment, int t,
         norm(row(a_.k, r) + static_cast<int64_t>(h) * Dh, layer.attn.k_norm, key);
         rotate(key, turn);
         const size_t plane = segment.state->layout().head * static_cast<size_t>(h);
-        kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
-                        static_cast<int>(position % kPageTokens), Dh, kv_,
-                        segment.state->keys(layer.index, page) + plane,
-                        segment.state->values(layer.index, page) + plane);
+        kernels_->append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
+                         static_cast<int>(position % kPageTokens), Dh, kv_,
+                         segment.state->keys(layer.index, page) + plane,
+                         segment.state->values(layer.index, page) + plane);
     }
 }
 
@@ -75,9 +75,9 @@ void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int fir
             const int64_t seen = segment.position + first + i + 1 - page * kPageTokens;
             if (seen <= 0) continue;
             const int64_t r = segment.row + first + i;
-            kernels_.attend(heads, keys, values, std::min<int64_t>(seen, kPageTokens),
-                            query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores,
-                            out + i * result);
+            kernels_->attend(heads, keys, values, std::min<int64_t>(seen, kPageTokens),
+                             query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores,
+                             out + i * result);
         }
     }
 }
@@ -88,7 +88,7 @@ void CpuOps::finish_row(int64_t r, int kv_head, const float* result) {
         const int64_t head = static_cast<int64_t>(kv_head) * group + i;
         float* y = row(a_.y, r) + head * Dh;
         for (int d = 0; d < Dh; ++d) y[d] = result[2 + d] / result[1];
-        kernels_.sigmoid_gate(y, row(a_.qg, r) + head * 2 * Dh + Dh, Dh);
+        kernels_->sigmoid_gate(y, row(a_.qg, r) + head * 2 * Dh + Dh, Dh);
     }
 }
 
@@ -114,7 +114,7 @@ void CpuOps::attend_rows(const LayerWeights& layer, const Batch& batch) {
                 attend_span(segment, layer.index, kv_head, first, rows, span, scores, part);
                 for (int i = 0; i < rows; ++i)
                     if (segment.position + first + i >= span * kSpanTokens)
-                        kernels_.merge(whole + i * result, part + i * result, group, c_.head_dim);
+                        kernels_->merge(whole + i * result, part + i * result, group, c_.head_dim);
             }
             for (int i = 0; i < rows; ++i) finish_row(segment.row + first + i, kv_head, whole + i * result);
         });
@@ -142,7 +142,7 @@ void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t
                      const int64_t r = task / c_.kv_heads;
                      float* whole = partial_ + task * spans * result;
                      for (int64_t span = 1; span < spans_of(r, batch.segment_of(r)); ++span)
-                         kernels_.merge(whole, whole + span * result, group, c_.head_dim);
+                         kernels_->merge(whole, whole + span * result, group, c_.head_dim);
                      finish_row(r, static_cast<int>(task % c_.kv_heads), whole);
                  });
 }

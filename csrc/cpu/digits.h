@@ -3,7 +3,8 @@
 // A group of 64 inputs becomes integers of 24 bits times a power of two, and those three signed digits of 8
 // bits. A weight is an integer from 0 to 15, so digit times weight sums exactly in 32 bits, four products an
 // instruction where a float32 multiplication is one: three digits cost less than one float32 input. The only
-// roundings are the inputs' (2^-23 of the group's largest) and one addition a group.
+// roundings are the inputs' (2^-23 of the group's largest) and one addition a group. Two digits, for prompts
+// where the option says so, round inputs to 2^-15 of the group's largest: finer than bfloat16's 2^-9.
 //
 // Lanes are rows of W. Words of kLanes rows are transposed on their way from where the file has them into a
 // panel in the first-level cache, which then meets every row of inputs. Results of a row depend on nothing
@@ -17,7 +18,6 @@
 namespace lily {
 namespace {
 
-constexpr int kDigits = 3;
 constexpr int kGroup = 64;                // inputs that share a scale, in the weights and here
 constexpr int kGroupWords = kGroup / 8;   // of 4-bit weights
 constexpr int kScaleGroups = 2 * kLanes;  // groups whose scales are transposed at a time
@@ -25,7 +25,6 @@ constexpr int kPanelGroups = 8;           // groups whose words are
 constexpr int kPanelRows = kLanes / 8;    // vectors of rows in a panel: as many as registers allow
 constexpr int kPanelLanes = kPanelRows * kLanes;
 static_assert(kPanelLanes == kPackRows);
-constexpr int kTileRows = 4;              // rows of inputs that share an unpacked weight
 constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
 constexpr int kRecordsAhead = 4;          // that are asked for before they are used
 constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
@@ -37,6 +36,7 @@ LILY_INLINE const float* scales_of(const float* x, int64_t groups) {
     return x + kGroupFloats * groups;
 }
 
+template <int D>
 void digits_of_group(const float* x, uint32_t* digits, float* scale, float* total_of) {
     Floats most = Floats{}, faults = Floats{};
     for (int i = 0; i < kGroup; i += kLanes) {
@@ -46,13 +46,15 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
     }
     float top = 0;
     for (int lane = 0; lane < kLanes; ++lane) top = most[lane] > top ? most[lane] : top;
-    // 2^(e - 22) for a largest input of 2^e to 2^(e + 1), less a little so that no digit overflows.
+    // With three digits 2^(e - 22) for a largest input of 2^e to 2^(e + 1), less a little so that none
+    // overflows.
+    constexpr uint32_t kBits = 8 * D - 2;
     uint32_t bits;
     const float wide = top * 1.01f;
     std::memcpy(&bits, &wide, 4);
     uint32_t exponent = bits >> 23;
     if (exponent < 23) exponent = 23;  // smaller inputs, below 2^-104, lose digits
-    const uint32_t unit_bits = (exponent - 22) << 23, inverse_bits = (254 - exponent + 22) << 23;
+    const uint32_t unit_bits = (exponent - kBits) << 23, inverse_bits = (254 - exponent + kBits) << 23;
     float unit, inverse;
     std::memcpy(&unit, &unit_bits, 4);
     std::memcpy(&inverse, &inverse_bits, 4);
@@ -63,7 +65,7 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
         const Floats half = select(t < Floats{}, splat(-0.5f), splat(0.5f));
         Ints n = __builtin_convertvector(t + half, Ints);
         total += n;
-        for (int p = kDigits - 1; p >= 0; --p) {
+        for (int p = D - 1; p >= 0; --p) {
             const Ints digit = n << 24 >> 24;
             const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(digit));
             _mm_storeu_si128(reinterpret_cast<__m128i*>(digits) + p * kGroup / kLanes + i,
@@ -78,13 +80,14 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
     *total_of = unit * static_cast<float>(sum_of_all) + fault;
 }
 
+template <int D>
 void arrange_digits(const float* x, int64_t columns, int bits, float* out) {
     if (bits != 4) return arrange(x, columns, bits, out);
     const int64_t groups = columns / kGroup;
     float* scales = out + kGroupFloats * groups;
     for (int64_t g = 0; g < groups; ++g)
-        digits_of_group(x + kGroup * g, reinterpret_cast<uint32_t*>(out + kGroupFloats * g), scales + g,
-                        scales + groups + g);
+        digits_of_group<D>(x + kGroup * g, reinterpret_cast<uint32_t*>(out + kGroupFloats * g), scales + g,
+                           scales + groups + g);
 }
 
 // sum + the products of four unsigned and four signed bytes a lane, the unsigned at most 15.
@@ -217,18 +220,20 @@ LILY_INLINE void take_groups(const Linear& w, int64_t row, int64_t end, int64_t 
     }
 }
 
-// Adds a group's products to the sums so far. unit: of the inputs' group; their sum is at unit[groups].
-LILY_INLINE Floats add_group(Ints high, Ints middle, Ints low, Floats scale, Floats bias, const float* unit,
+// Adds a group's products, by digits, to the sums so far. unit: of the inputs' group; their sum is at
+// unit[groups].
+template <int D>
+LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, const float* unit,
                              int64_t groups, Floats total) {
-    // 18 bits and 26: only the second and the sum of both are rounded.
-    const Floats sum = fma(__builtin_convertvector(high, Floats), splat(65536.f),
-                           __builtin_convertvector((middle << 8) + low, Floats));
+    // The two lowest digits' sum has 26 bits, the highest's 18.
+    Floats sum = __builtin_convertvector((part[D - 2] << 8) + part[D - 1], Floats);
+    if constexpr (D == 3) sum = fma(__builtin_convertvector(part[0], Floats), splat(65536.f), sum);
     return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
 }
 
 // N vectors of rows of `count` records, the first of which is group `first`, times M rows of inputs, into the
 // sums so far.
-template <int N, int M, class Scale>
+template <int D, int N, int M, class Scale>
 LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
                                   const float* const* x, float (*sums)[kPanelLanes]) {
     Floats total[M][N];
@@ -240,10 +245,10 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
         const int32_t* digits[M];
         for (int m = 0; m < M; ++m)
             digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
-        Ints part[kDigits][M][N];
-        for (int p = 0; p < kDigits; ++p)
-            for (int m = 0; m < M; ++m)
-                for (int n = 0; n < N; ++n) part[p][m][n] = Ints{};
+        Ints part[M][N][D];
+        for (int m = 0; m < M; ++m)
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
 #pragma GCC unroll 2
         for (int word = 0; word < kGroupWords; ++word) {
             // With few rows of inputs, records come from memory as fast as it gives them.
@@ -255,9 +260,9 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
                 for (int n = 0; n < N; ++n)
                     weight[n] = load_as<Words>(record.words[word] + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
                 for (int m = 0; m < M; ++m)
-                    for (int p = 0; p < kDigits; ++p) {
+                    for (int p = 0; p < D; ++p) {
                         const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
-                        for (int n = 0; n < N; ++n) part[p][m][n] = dot4(part[p][m][n], weight[n], digit);
+                        for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
                     }
             }
         }
@@ -266,8 +271,7 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
             for (int n = 0; n < N; ++n)
-                total[m][n] = add_group(part[0][m][n], part[1][m][n], part[2][m][n],
-                                        scales_at(record.scales + n * kLanes),
+                total[m][n] = add_group(part[m][n], scales_at(record.scales + n * kLanes),
                                         scales_at(record.biases + n * kLanes), unit, groups, total[m][n]);
         }
     }
@@ -275,15 +279,18 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
         for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
 }
 
-template <int N, class Scale>
+template <int D, int N, class Scale>
 void multiply_rows(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
                    const float* const* x, int M, float (*sums)[kPanelLanes]) {
+    constexpr int kTileRows = 12 / D;  // rows of inputs that share an unpacked weight: as registers allow
     int m = 0;
     for (; m + kTileRows <= M; m += kTileRows)
-        multiply_records<N, kTileRows>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 3) multiply_records<N, 3>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 2) multiply_records<N, 2>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 1) multiply_records<N, 1>(records, first, count, groups, x + m, sums + m);
+        multiply_records<D, N, kTileRows>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 5) multiply_records<D, N, 5>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 4) multiply_records<D, N, 4>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 3) multiply_records<D, N, 3>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 2) multiply_records<D, N, 2>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 1) multiply_records<D, N, 1>(records, first, count, groups, x + m, sums + m);
 }
 
 LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
@@ -294,7 +301,7 @@ LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const f
 }
 
 // Rows [row, row + N kLanes) of W, of which those before `end` exist, times M rows of inputs.
-template <int N, class Type>
+template <int D, int N, class Type>
 void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t end, int64_t first,
                   const float* const* x, int M, const Output& out) {
     using Panel = Record<ScaleOf<Type>>;
@@ -306,13 +313,13 @@ void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t
     const bool packed = std::is_same_v<Type, Bf16> && panels && N == kPanelRows && row % kPanelLanes == 0;
     const auto* records = reinterpret_cast<const Panel*>(panels) + row / kPanelLanes * groups;
     if (packed && M <= kStreamRows) {
-        multiply_rows<N>(records, 0, groups, groups, x, M, sums);
+        multiply_rows<D, N>(records, 0, groups, groups, x, M, sums);
     } else {
         for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
             const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
             for (int n = 0; n < N && !packed; ++n)
                 take_groups<Type>(w, row + n * kLanes, end, g0, count, n * kLanes, panel);
-            multiply_rows<N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
+            multiply_rows<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
         }
     }
     put(out, row - first, end - row < N * kLanes ? end - row : N * kLanes, M, sums);
@@ -330,7 +337,7 @@ struct Ahead {
 // The same for a few rows of inputs and rows of W that all exist: a tile's words go straight into its
 // products, so that the processor has loads, transposition and products of neighbouring tiles under way at
 // once.
-template <int N, int M, class Type>
+template <int D, int N, int M, class Type>
 void digits_stream(const Linear& w, int64_t row, int64_t first, const float* const* x, const Output& out) {
     constexpr int kTileGroups = kLanes / kGroupWords;
     const int64_t words = w.columns / 8, groups = w.columns / kGroup;
@@ -368,27 +375,26 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
             if (g0 + g == groups) break;
             for (int m = 0; m < M; ++m) {
                 const auto* digits = reinterpret_cast<const int32_t*>(x[m] + (g0 + g) * kGroupFloats);
-                Ints part[kDigits][N];
-                for (int p = 0; p < kDigits; ++p)
-                    for (int n = 0; n < N; ++n) part[p][n] = Ints{};
+                Ints part[N][D];
+                for (int n = 0; n < N; ++n)
+                    for (int p = 0; p < D; ++p) part[n][p] = Ints{};
 #pragma GCC unroll 8
                 for (int word = 0; word < kGroupWords; ++word) {
                     if (m == 0) next_words.ask(N * kLanes * 4);
 #pragma GCC unroll 2
                     for (int half = 0; half < 2; ++half)
-                        for (int p = 0; p < kDigits; ++p) {
+                        for (int p = 0; p < D; ++p) {
                             const Ints digit = digits[p * 16 + 2 * word + half] - Ints{};
                             for (int n = 0; n < N; ++n)
-                                part[p][n] =
-                                    dot4(part[p][n], v[n][g * kGroupWords + word] >> (4 * half) & 0x0f0f0f0fu,
+                                part[n][p] =
+                                    dot4(part[n][p], v[n][g * kGroupWords + word] >> (4 * half) & 0x0f0f0f0fu,
                                          digit);
                         }
                 }
                 for (int n = 0; n < N; ++n)
-                    total[m][n] =
-                        add_group(part[0][n], part[1][n], part[2][n], load(scales[scale + g] + n * kLanes),
-                                  load(biases[scale + g] + n * kLanes), scales_of(x[m], groups) + g0 + g,
-                                  groups, total[m][n]);
+                    total[m][n] = add_group(part[n], load(scales[scale + g] + n * kLanes),
+                                            load(biases[scale + g] + n * kLanes),
+                                            scales_of(x[m], groups) + g0 + g, groups, total[m][n]);
             }
         }
     }
@@ -398,18 +404,18 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
     put(out, row - first, N * kLanes, M, sums);
 }
 
-template <class Type>
+template <int D, class Type>
 void digits_of(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
                const float* const* x, int M, const Output& out) {
     const int64_t end = first + outputs;
     int64_t row = first;
     for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
-        if (M == 1) digits_stream<kPanelRows, 1, Type>(w, row, first, x, out);
-        if (M == 2) digits_stream<kPanelRows, 2, Type>(w, row, first, x, out);
+        if (M == 1) digits_stream<D, kPanelRows, 1, Type>(w, row, first, x, out);
+        if (M == 2) digits_stream<D, kPanelRows, 2, Type>(w, row, first, x, out);
     }
     for (; end - row > kLanes; row += kPanelLanes)
-        digits_block<kPanelRows, Type>(w, panels, row, end, first, x, M, out);
-    if (row < end) digits_block<1, Type>(w, panels, row, end, first, x, M, out);
+        digits_block<D, kPanelRows, Type>(w, panels, row, end, first, x, M, out);
+    if (row < end) digits_block<D, 1, Type>(w, panels, row, end, first, x, M, out);
 }
 
 // Whether a matrix can be kept as records, which then are as large as it was.
@@ -428,12 +434,13 @@ void pack(const Linear& w, int64_t block, std::byte* panels) {
     }
 }
 
+template <int D>
 void product_digits(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
                     const float* const* x, int M, Output out) {
     if (w.bits != 4) return product(w, panels, first, outputs, x, M, out);
-    if (w.scales.dtype == DType::bf16) return digits_of<Bf16>(w, panels, first, outputs, x, M, out);
-    if (w.scales.dtype == DType::f16) return digits_of<F16>(w, panels, first, outputs, x, M, out);
-    digits_of<F32>(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::bf16) return digits_of<D, Bf16>(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::f16) return digits_of<D, F16>(w, panels, first, outputs, x, M, out);
+    digits_of<D, F32>(w, panels, first, outputs, x, M, out);
 }
 
 }  // namespace

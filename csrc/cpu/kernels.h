@@ -101,6 +101,7 @@ extern const Kernels kKernelsPlain;
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsAvx512Vnni;
+extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
 #endif
 
 }  // namespace lily

@@ -38,11 +38,13 @@ Memory map_memory(size_t bytes) {
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
 
-CpuOps::CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& kernels)
+CpuOps::CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& steps,
+               const Kernels& prompts)
     : c_(weights.config),
-      kernels_(kernels),
+      steps_(steps),
+      prompts_(prompts),
       threads_(options.threads),
-      panels_(panels_of(weights, kernels, threads_, options.repack)),
+      panels_(panels_of(weights, steps, threads_, options.repack)),
       rows_(rows),
       kv_(kv),
       sample_scratch_(c_.vocab) {
@@ -119,6 +121,11 @@ void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
+void CpuOps::begin(const Batch& batch) {
+    const bool prompt = batch.segments.size() == 1 && batch.segments[0].choice() >= kPromptRows;
+    kernels_ = prompt ? &prompts_ : &steps_;
+}
+
 void CpuOps::clear_page(std::byte* page, int position) const {
     const auto Dh = static_cast<size_t>(c_.head_dim), size = bytes_of(kv_);
     const size_t rows = Dh * kPageTokens * size, scale = bytes_of_scale(kv_);
@@ -181,11 +188,11 @@ void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int 
             u[m] = p.up_x.data + (r0 + m) * p.up_x.stride;
             up[m] = up_tile[m];
         }
-        kernels_.product(*p.w, panels_->at(*p.w), first, outputs, x, M,
-                         {out, p.add ? kOnes.data() : nullptr});
+        kernels_->product(*p.w, panels_->at(*p.w), first, outputs, x, M,
+                          {out, p.add ? kOnes.data() : nullptr});
         if (!p.up) continue;
-        kernels_.product(*p.up, panels_->at(*p.up), first, outputs, u, M, {up, nullptr});
-        for (int m = 0; m < M; ++m) kernels_.swiglu(out[m], up[m], outputs, out[m]);
+        kernels_->product(*p.up, panels_->at(*p.up), first, outputs, u, M, {up, nullptr});
+        for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], outputs, out[m]);
     }
 }
 
