@@ -51,7 +51,7 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
 #if defined(__x86_64__)
     if (&steps == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
 #endif
-    return std::make_unique<CpuOps>(weights, options, rows, kv, steps, *prompts);
+    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, steps, *prompts);
 }
 
 }  // namespace lily

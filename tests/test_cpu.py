@@ -14,7 +14,6 @@ from support import CHECKPOINTS, can_pack, code_paths, options_of
 PATHS = [path for simd in code_paths() for path in (simd, f"{simd} packed") if path == simd or can_pack(simd)]
 PRODUCTS = [name for name, (_, reads, _) in OPS.items() if "state" not in reads]
 ROWS = 70  # more than the kernels take at a time
-WIDE = ("x", "y", "z", "h", "router", "shared", "hidden")
 
 
 def session_of(path: str, checkpoint: str = "small") -> _core.Session:
@@ -118,15 +117,6 @@ def test_packed_matrices_take_the_place_of_the_files_pages(tmp_path: Path) -> No
 
 def test_small_weights_are_used_in_place() -> None:
     assert _core.Session(_core.Weights(str(CHECKPOINTS["demo"])), {"device": "cpu"}).packed_bytes == 0
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_scratch_does_not_grow_with_the_prompt(path: str) -> None:
-    session = session_of(path, "tiny")
-    before = session.scratch_bytes
-    state = session.new_state()
-    session.extend(state, np.zeros(700, np.int32))
-    assert session.scratch_bytes == before
 
 
 # ---- prompts in two digits

@@ -48,8 +48,8 @@ struct Product {
 
 class CpuOps final : public Ops {
    public:
-    CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& steps,
-           const Kernels& prompts);
+    CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+           const Kernels& steps, const Kernels& prompts);
 
     const Activations& activations() const override { return a_; }
     std::string name() const override { return std::string("cpu ") + steps_.name; }

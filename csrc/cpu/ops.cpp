@@ -8,7 +8,6 @@
 
 #include "cpu/backend.h"
 #include "error.h"
-#include "options.h"
 
 namespace lily {
 
@@ -38,13 +37,13 @@ Memory map_memory(size_t bytes) {
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
 
-CpuOps::CpuOps(const Weights& weights, const Options& options, int rows, DType kv, const Kernels& steps,
-               const Kernels& prompts)
+CpuOps::CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+               const Kernels& steps, const Kernels& prompts)
     : c_(weights.config),
       steps_(steps),
       prompts_(prompts),
-      threads_(options.threads),
-      panels_(panels_of(weights, steps, threads_, options.repack)),
+      threads_(threads),
+      panels_(panels_of(weights, steps, threads_, repack)),
       rows_(rows),
       kv_(kv),
       sample_scratch_(c_.vocab) {
