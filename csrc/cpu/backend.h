@@ -52,7 +52,7 @@ class CpuOps final : public Ops {
            const Kernels& steps, const Kernels& prompts);
 
     const Activations& activations() const override { return a_; }
-    std::string name() const override { return std::string("cpu ") + steps_.name; }
+    std::string name() const override { return std::string("cpu ") + prompts_.name; }
     int threads() const override { return threads_.count(); }
     int recurrent_copies() const override { return 1; }
     size_t packed_bytes() const override { return panels_->bytes; }
