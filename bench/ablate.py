@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 import lily
-from bench import record
+from bench import record, run
 from bench.speed import lengths, option
 from bench.synthetic_config import describe
 from lily import _core
@@ -226,4 +226,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import record
+from bench import record, run
 from lily.agreement import kl_divergence, perplexity, target_log_probabilities
 
 Array = NDArray[Any]
@@ -190,4 +190,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lily
-from bench import record
+from bench import record, run
 from lily.settings import Reuse
 
 PROMPT_TOKENS, NEW_TOKENS = 3584, 16
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench import ops, record
+from bench import ops, record, run
 from bench.speed import option
 from bench.synthetic_config import describe
 from bench.torch_layer import Array, Torch
@@ -169,4 +169,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import ops, record
+from bench import ops, record, run
 from bench.speed import option
 from bench.synthetic_config import describe
 from lily import _core, stages
@@ -244,4 +244,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

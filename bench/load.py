@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench import record, run
 from bench.synthetic_config import describe
 
 PROMPT = "Tell me a story about a fox."
@@ -163,4 +163,4 @@ def report(samples: dict[str, list[float]], directory: Path, keep: bool) -> None
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

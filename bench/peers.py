@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import lily
-from bench import record
+from bench import record, run
 from bench.llama import Llama
 from bench.speed import lengths, option
 from bench.synthetic_config import describe
@@ -151,4 +151,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

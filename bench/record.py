@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import run
+
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "bench" / "records"
 
@@ -200,4 +202,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import record
+from bench import record, run
 from lily import _core
 from lily.speed import Case, alternate
 
@@ -74,4 +74,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

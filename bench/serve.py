@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bench import record
+from bench import record, run
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
 ANIMALS = ("fox", "hen", "dog", "crow", "mouse", "bear")
@@ -208,7 +208,7 @@ async def load(
         await asyncio.to_thread(watch.join)
         await asyncio.sleep(1)
         idle = (await client.get("/health")).json()
-        if (idle["running"], idle["waiting"]) != ("0", "0"):
+        if (idle["running"], idle["waiting"]) != (0, 0):
             outcome.faults.append(f"not idle at the end: {idle}")
     return outcome
 
@@ -244,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

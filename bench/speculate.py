@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import ops, record
+from bench import ops, record, run
 from bench.speed import lengths, option
 from bench.synthetic_config import describe
 from lily import _core, stages
@@ -189,4 +189,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

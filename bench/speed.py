@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import record
+from bench import record, run
 from bench.synthetic_config import describe
 from lily import _core, stages
 from lily.speed import Case, alternate, decode, prefill
@@ -90,4 +90,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -35,7 +35,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import synthetic_config
+from bench import run, synthetic_config
 from bench.synthetic_config import (
     CONV_TAPS,
     EXPERT_WIDTH,
@@ -417,4 +417,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench import record
+from bench import record, run
 from bench.synthetic_config import describe
 from lily import _core, stages
 
@@ -131,6 +131,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--record", action="store_true", help="append the figures to bench/records")
     options = parser.parse_args(arguments)
+    kinds = set(_core.read_config(options.directory)["attention"])
+    if kinds != {True, False}:
+        raise ValueError(f"{options.directory}: wanted layers of both kinds, as bench.synthetic makes them")
     from tools.metal.compile import compile
 
     sources = sorted((record.ROOT / "metal").glob("*.metal"))
@@ -151,4 +154,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

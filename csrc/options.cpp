@@ -67,7 +67,7 @@ size_t distance(const std::string& a, const std::string& b) {
 
 [[noreturn]] void unknown(const std::string& name) {
     std::string nearest, all;
-    size_t best = 4;
+    size_t best = std::max<size_t>(1, name.size() / 3) + 1;  // a longer name has room for more slips
     for (const OptionInfo& option : option_list()) {
         all += (all.empty() ? "" : ", ") + option.name;
         const size_t edits = distance(name, option.name);

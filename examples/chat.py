@@ -1,6 +1,6 @@
 """Hold a conversation: each answer goes back as a message, and is shown while it is written.
 
-Ctrl-C stops an answer; the model could go on to the next one.
+Ctrl-C stops an answer, and the next question is asked.
 """
 
 import lily
@@ -13,7 +13,10 @@ with lily.Model.load(lily.DEMO) as model:
         messages.append({"role": "user", "content": question})
         print(f"> {question}")
         stream = model.stream(messages, max_tokens=80, seed=3)
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
+        try:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", end="")
         print("\n")
-        messages.append(stream.completion().message)  # its thoughts too, of a model that thinks
+        messages.append(stream.so_far().message)  # its thoughts too, of a model that thinks

@@ -9,13 +9,17 @@ import time
 import lily
 
 
-async def answer(model: lily.Model, name: str, animal: str, max_tokens: int) -> None:
-    """Stream a story to somebody."""
+async def answer(
+    model: lily.Model, name: str, animal: str, max_tokens: int, bored: asyncio.Event | None = None
+) -> None:
+    """Stream a story to somebody, who may be bored after ten words."""
     words = 0
     try:
         async with model.astream(f"A story about a {animal}.", max_tokens=max_tokens, seed=1) as stream:
             async for chunk in stream:
                 words += chunk.text.startswith(" ")
+                if bored is not None and words == 10:
+                    bored.set()
             done = await stream.completion()
     except asyncio.CancelledError:
         print(f"{name} hung up after {words} words")
@@ -38,12 +42,13 @@ async def main() -> None:
     """Serve three people, one of whom does not wait."""
     with lily.Model.load(lily.DEMO) as model:
         beat = asyncio.create_task(heartbeat())
+        bored = asyncio.Event()
         people = [
             asyncio.create_task(answer(model, "Ada", "fox", 60)),
             asyncio.create_task(answer(model, "Ben", "hen", 60)),
-            asyncio.create_task(answer(model, "Cleo", "whale", 3000)),
+            asyncio.create_task(answer(model, "Cleo", "whale", 3000, bored)),
         ]
-        await asyncio.sleep(0.2)
+        await bored.wait()
         people[2].cancel()
         await asyncio.gather(*people, return_exceptions=True)
         beat.cancel()

@@ -1,7 +1,27 @@
-"""What the whole suite shares: how hard hypothesis looks."""
+"""What the whole suite shares: how hard hypothesis looks, and a model that is served."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+import lily
+from scripted import make_checkpoint
 
 settings.register_profile("default", max_examples=50, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
+    """Return a model whose answers can be told to it; files that need another have one of that name."""
+    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("told"))) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def url(model: lily.Model) -> Iterator[str]:
+    """Return where that model is served."""
+    with model.serve(background=True, port=0) as server:
+        yield server.url

@@ -27,6 +27,7 @@ PARAMETERS = {
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": PARAMETERS}}
 DIALECTS = ("chat", "messages", "responses")  # those that have messages
+ALL_DIALECTS = (*DIALECTS, "completions")
 CALL = "<tool_call>\n<function=f>\n<parameter=path>\n/a\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -155,12 +156,24 @@ def counted(usage: dict[str, Any] | None) -> dict[str, int]:
 
 def fold(dialect: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a stream's events add up to: text, reasoning, calls, finish, usage, logprobs."""
-    return {"chat": _fold_chat, "messages": _fold_messages, "responses": _fold_responses}[dialect](found)
+    folds = {
+        "chat": _fold_chat,
+        "completions": _fold_completions,
+        "messages": _fold_messages,
+        "responses": _fold_responses,
+    }
+    return folds[dialect](found)
 
 
 def plain(dialect: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Return the same of an answer that did not stream."""
-    return {"chat": _plain_chat, "messages": _plain_messages, "responses": _plain_responses}[dialect](answer)
+    plains = {
+        "chat": _plain_chat,
+        "completions": _plain_completions,
+        "messages": _plain_messages,
+        "responses": _plain_responses,
+    }
+    return plains[dialect](answer)
 
 
 def _fold_chat(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -215,12 +228,40 @@ def _plain_chat(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fold_completions(found: list[dict[str, Any]]) -> dict[str, Any]:
+    assert found[-1] == {"done": True}
+    text, reasoning, finish, usage = "", "", None, None
+    logprobs: dict[str, list[Any]] = {}
+    for each in found[:-1]:
+        usage = each.get("usage") or usage
+        for choice in each["choices"]:
+            assert finish is None, "a piece behind the end"
+            text += choice["text"]
+            reasoning += choice.get("reasoning_content", "")
+            for name, values in (choice["logprobs"] or {}).items():
+                logprobs[name] = logprobs.get(name, []) + values
+            finish = choice["finish_reason"]
+    return _completions(text, reasoning, finish, usage, logprobs)
+
+
+def _plain_completions(answer: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = answer["choices"]
+    reasoning, logprobs = choice.get("reasoning_content", ""), choice["logprobs"] or {}
+    return _completions(choice["text"], reasoning, choice["finish_reason"], answer["usage"], logprobs)
+
+
+def _completions(text: str, reasoning: str, finish: Any, usage: Any, logprobs: Any) -> dict[str, Any]:
+    parts = {"text": text, "reasoning": reasoning, "calls": [], "finish": finish}
+    return {**parts, "usage": counted(usage), "logprobs": logprobs}
+
+
 def _fold_messages(found: list[dict[str, Any]]) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
     for each in found:
         if each["type"] == "content_block_start":
             assert each["index"] == len(blocks)
+            assert not any(each["content_block"].get(key) for key in ("text", "thinking", "input"))
             blocks.append({**each["content_block"], "json": ""})
         elif each["type"] == "content_block_delta":
             delta, block = each["delta"], blocks[each["index"]]
@@ -228,6 +269,8 @@ def _fold_messages(found: list[dict[str, Any]]) -> dict[str, Any]:
             for key, target in (("text", "text"), ("thinking", "thinking"), ("partial_json", "json")):
                 block[target] = block.get(target, "") + delta.get(key, "")
             block |= {"signature": delta["signature"]} if "signature" in delta else {}
+    for block in blocks:
+        block["json"] = json.dumps(json.loads(block["json"] or "{}"), ensure_ascii=False)
     end = found[-2]
     return _messages(blocks, end["delta"], end["usage"])
 
@@ -243,7 +286,9 @@ def _plain_messages(answer: dict[str, Any]) -> dict[str, Any]:
 def _messages(blocks: list[dict[str, Any]], end: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
     assert blocks
     assert all(block["signature"] for block in blocks if block["type"] == "thinking")
+    kinds = {"text": "text", "thinking": "thinking", "tool_use": "json"}
     return {
+        "parts": [(block["type"], block.get("name"), block[kinds[block["type"]]]) for block in blocks],
         "text": "".join(block["text"] for block in blocks if block["type"] == "text"),
         "reasoning": "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
         "calls": [
@@ -272,7 +317,11 @@ def _fold_responses(found: list[dict[str, Any]]) -> dict[str, Any]:
 def _plain_responses(answer: dict[str, Any]) -> dict[str, Any]:
     output = answer["output"]
     texts = [part for item in output if item["type"] == "message" for part in item["content"]]
+    assert all(item["id"] for item in output)
     return {
+        "parts": [
+            {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output
+        ],
         "text": "".join(part["text"] for part in texts),
         "reasoning": "".join(
             part["text"] for item in output if item["type"] == "reasoning" for part in item["summary"]

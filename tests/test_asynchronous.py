@@ -2,20 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
 import lily
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 
 QUESTION = [{"role": "user", "content": "Why?"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("thinking"))) as model:
-        yield model
 
 
 def test_the_answer_is_the_one_that_threads_get(model: lily.Model) -> None:

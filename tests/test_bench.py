@@ -1,7 +1,9 @@
 """The measuring programs: what they count, how they take turns, and that they run on a checkpoint."""
 
 import functools
+import json
 import mmap
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import agree, load, record, speed, synthetic
+from bench import agree, load, record, speed, synthetic, traffic
 from bench.synthetic_config import describe
 from lily.speed import alternate
+from support import CHECKPOINTS
 
 pytestmark = pytest.mark.unsanitized
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status, which Linux has")
@@ -167,3 +170,28 @@ def test_texts_of_its_own_compare_ways_to_run_the_demo() -> None:
     assert 0 < abs(difference) < 1
     assert 0 < error < 1
     assert 0 < kl < 0.01
+
+
+@pytest.mark.parametrize(
+    "program", ["ablate", "layers", "limits", "load", "record", "sample", "speculate", "speed", "traffic"]
+)
+def test_what_a_program_is_given_wrong_is_one_line(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{program}", "/nonexistent"],
+        capture_output=True,
+        text=True,
+        cwd=record.ROOT,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "/nonexistent" in done.stderr.splitlines()[-1]
+
+
+def test_traffic_wants_layers_of_both_kinds(tmp_path: Path) -> None:
+    config = json.loads((CHECKPOINTS["tiny"] / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["layer_types"] = ["full_attention"] * len(text["layer_types"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"wanted layers of both kinds, as bench.synthetic makes them"):
+        traffic.main([str(tmp_path)])

@@ -4,7 +4,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from scripted import make_checkpoint, scripted
 from support import CHECKPOINTS, backends, options_of
 
 SYSTEM = {"role": "system", "content": "Be brief, and tell of animals only. " * 20}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("thinking"))) as model:
-        yield model
 
 
 @pytest.fixture

@@ -228,8 +228,12 @@ def test_a_templates_own_variables_can_be_given() -> None:
 def test_what_is_nested_without_end_is_refused() -> None:
     loop: dict[str, object] = {"name": "f"}
     loop["again"] = loop
-    with pytest.raises(ValueError, match="wanted plain values, got some nested too deep"):
+    with pytest.raises(
+        ValueError, match=r"^tools\[0\]\.function: wanted what JSON can say, got Circular reference"
+    ):
         THINKING.encode(user("Hi"), TOKENIZER, tools=[{"type": "function", "function": loop}])
+    with pytest.raises(ValueError, match="wanted plain values, got some nested too deep"):
+        THINKING.encode(user("Hi"), TOKENIZER, template_kwargs={"mood": loop})
 
 
 def test_marks_for_trainers_are_passed_over() -> None:

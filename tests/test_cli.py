@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,38 @@ def command(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Co
         env=os.environ | variables,
         check=False,
     )
+
+
+def test_an_option_that_is_near_to_none_is_not_guessed() -> None:
+    done = command("generate", "hi", "--option", "foo=1")
+    assert "no option 'foo'; the options are device, threads, " in done.stderr
+    done = command("generate", "hi", "--option", "kvv=1")
+    assert "no option 'kvv', did you mean 'kv'?" in done.stderr
+
+
+def test_a_context_beyond_the_models_is_named() -> None:
+    done = command("info", "--stages", "--context", "300K")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lily: context: wanted at most 262143 tokens before the step, ")
+    assert done.stderr.rstrip().endswith("got 307200")
+
+
+def test_the_simulator_without_kernels_says_what_it_wants() -> None:
+    done = command("generate", "hi", "--option", "device=sim")
+    assert done.returncode == 1
+    assert "option kernels: wanted the library that `make kernels` builds, got none; pass " in done.stderr
+
+
+def test_serve_says_what_it_does_by_default() -> None:
+    assert "Anthropic's servers do" in " ".join(command("--help").stdout.split())
+    text = command("serve", "--help").stdout.partition("options:")[2]
+    described = {
+        each.split()[0].rstrip(","): " ".join(each.split()) for each in re.split(r"\n  (?=-)", text)[1:]
+    }
+    for option in ("host", "port", "api-key", "served-model-name", "prefix", "max-tokens", "thinking"):
+        assert "by default" in described[f"--{option}"], option
+    assert "by default 8" in described["--max-active"]
+    assert "by default 64" in described["--max-waiting"]
 
 
 def test_a_first_run_tells_a_story() -> None:

@@ -45,6 +45,9 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     names, printed = run_blocks(page)
     if isinstance(model := names.get("model"), lily.Model):
         model.close()
+    assert not printed or printed.endswith("\n"), "the last line that is written has no end"
+    left = [path.name for path in tmp_path.iterdir() if path.name != "build"]
+    assert not left, "files that whoever tries the page out has to remove"
     if page.name in ("README.md", "index.md"):
         assert len(printed.split()) > 50, f"wanted a story, got {printed!r}"
 

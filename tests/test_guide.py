@@ -15,7 +15,7 @@ import pytest
 import lily
 from lily import _core
 from lily.guide import ToolChoice
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 
 QUESTION = [{"role": "user", "content": "Why?"}]
 POINT = {
@@ -40,12 +40,6 @@ MOVE = {
     },
 }
 WAIT = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("guided"))) as model:
-        yield model
 
 
 class Random:
@@ -208,6 +202,9 @@ def test_a_strict_tool_holds_calls_to_its_schema(model: lily.Model) -> None:
         ({"grammar": 'start: "yes" | "no" WORD\nWORD: /[a-z]{1,4}/'}, "yes|no[a-z]{1,4}"),
         ({"regex": "é+🦊"}, "é+🦊"),
         ({"regex": "a\\/b/c\n[de]"}, "a/b/c\n[de]"),
+        ({"regex": "a\\\nb[\n/]c"}, "a\nb[\n/]c"),
+        ({"regex": "a\\\\\nb"}, "a\\\\\nb"),
+        ({"regex": ""}, ""),
     ],
 )
 def test_patterns_and_grammars(model: lily.Model, settings: dict[str, str], pattern: str) -> None:
@@ -330,8 +327,10 @@ def test_what_is_not_installed_is_named(model: lily.Model, monkeypatch: pytest.M
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     lily.guide._library.cache_clear()
-    with pytest.raises(lily.LilyError, match=r"pip install 'lily-llm\[structured\]'"):
+    with pytest.raises(lily.LilyError, match=r"pip install '\.\[structured\]' in a checkout of Lily"):
         model.stream(QUESTION, regex="a")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(lily.LilyError, match=r"\(uvicorn\): pip install 'lily-llm\[server\]'"):
+    with pytest.raises(
+        lily.LilyError, match=r"\(uvicorn\): pip install '\.\[server\]' in a checkout of Lily"
+    ):
         model.serve(port=0)

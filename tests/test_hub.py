@@ -312,6 +312,9 @@ def test_a_download_that_fails_is_one_line(
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(text), done.stderr
     assert "Traceback" not in done.stderr
+    if code == 1:
+        assert "; check the id and the network, " in done.stderr.splitlines()[-1]
+        assert "\n" not in done.stderr.rstrip().partition("lily: ")[2]
 
 
 def test_a_repository_of_something_else_is_named(cache: Path, server: str) -> None:

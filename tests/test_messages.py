@@ -1,6 +1,7 @@
 """Messages as clients write them: what they are brought to, and what is refused by name."""
 
 import json
+import math
 
 import pytest
 
@@ -23,6 +24,28 @@ def system(content: str, role: str = "system") -> list[dict[str, object]]:
 
 def reminder(text: str) -> dict[str, str]:
     return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": NaN}',
+        '{"a": [1e999]}',
+        {"a": math.nan},
+        {"a": {"b": [-math.inf]}},
+        {"a": object()},
+        {"a": b"x"},
+    ],
+)
+def test_arguments_that_json_cannot_say(arguments: object) -> None:
+    """A template would write whatever Python calls them."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises((ValueError, TypeError), match=r"^messages\[0\]\.tool_calls\[0\]\.arguments: wanted "):
+        check_messages([{"role": "assistant", "tool_calls": [call]}])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": arguments}}}
+    if not isinstance(arguments, str):
+        with pytest.raises((ValueError, TypeError), match=r"^tools\[0\]\.function: wanted what JSON can say"):
+            check_tools([tool])
 
 
 def test_system_messages_at_the_beginning_become_one() -> None:

@@ -3,14 +3,16 @@
 import gc
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -289,12 +291,70 @@ def test_text_of_a_prefix_holds_no_markers(model: lily.Model) -> None:
     assert list(more) == model.tokenizer.encode("<|im_end|>")
 
 
+def test_what_is_no_argument_is_named(model: lily.Model) -> None:
+    """By the name that it has, and not by what fails inside."""
+    prefix = model.prefill([1, 2])
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("more", lambda: prefix.extend(None)),
+        ("more", lambda: prefix.extend(5)),
+        ("checkpoints", lambda: model.prefill([1], checkpoints=5)),
+        ("checkpoints", lambda: model.prefill([1], checkpoints=None)),
+        ("path", lambda: prefix.save(5)),
+        ("path", lambda: prefix.save(None)),
+        ("path", lambda: model.load_prefix(5)),
+        ("path", lambda: lily.Model.load(5)),
+        ("prompt", lambda: model.generate(None)),
+        ("tokens", lambda: model.logits(None)),
+        ("tokens", lambda: model.tokenizer.decode(None)),
+        ("stop", lambda: model.generate("a", stop=5)),
+        ("stop_tokens", lambda: model.generate("a", stop_tokens=5)),
+        ("port", lambda: model.serve(port="x")),
+        ("prefix", lambda: model.serve(prefix=5)),
+        ("allowed_hosts", lambda: model.serve(allowed_hosts="name")),
+        ("strict_model", lambda: model.serve(strict_model=1)),
+        ("keep_alive", lambda: model.serve(keep_alive="5")),
+        ("unexpected argument 'prot'; did you mean port?", lambda: model.serve(prot=1)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=f"^{re.escape(name)}(: wanted |$)"):
+            call()
+    for name, call in (
+        ("stop", lambda: model.generate("a", stop=["x"] * 65)),
+        ("max_tokens", lambda: model.serve(max_tokens=0)),
+        ("write_seconds", lambda: model.serve(write_seconds=math.nan)),
+        ("port", lambda: model.serve(port=70000)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: wanted "):
+            call()
+
+
+def test_one_thread_at_a_time_reads_a_stream(model: lily.Model) -> None:
+    told = threading.Event()
+    going_on = threading.Event()
+
+    def report(done: int, total: int) -> None:
+        told.set()
+        assert going_on.wait(10)
+
+    stream = model.stream("Tell me a story.", max_tokens=3, progress=report, reuse="off")
+    reader = threading.Thread(target=stream.completion)
+    reader.start()
+    assert told.wait(10)
+    for read in (lambda: next(stream), stream.close, stream.completion):
+        with pytest.raises(lily.LilyError, match=r"^the stream: another thread is iterating over it; "):
+            read()
+    going_on.set()
+    reader.join()
+    assert len(stream.so_far().tokens) == 3
+    stream.close()
+
+
 @pytest.mark.parametrize("nothing", ["", [], (), np.empty(0, np.int32)])
 def test_a_prefix_has_tokens(model: lily.Model, nothing: object) -> None:
     with pytest.raises(ValueError, match=r"^more: wanted at least one token, got none$"):
         model.prefill([1]).extend(nothing)
     if not isinstance(nothing, str):
-        with pytest.raises(ValueError, match=r"^prompt: wanted at least one token, got none$"):
+        with pytest.raises(ValueError, match=r"^prompt: wanted a str, at least one message or one token"):
             model.prefill(nothing)
 
 
@@ -809,3 +869,32 @@ def test_examples_run(example: str) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 100
     assert done.stderr == ""
+
+
+def test_the_chat_example_goes_on_after_an_answer_that_is_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", EXAMPLES / "chat.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        first = program.stdout.readline()
+        assert program.stdout.read(10)  # of the answer
+        program.send_signal(signal.SIGINT)
+        rest, error = program.communicate(timeout=60)
+    assert (program.returncode, error) == (0, "")
+    assert first.startswith("> ")
+    assert "> Tell me what happened then." in rest
+
+
+def test_another_environments_interpreter_is_the_same(tmp_path: Path) -> None:
+    """So `make` does not build .venv anew while one is active."""
+    check = EXAMPLES.parent / "tools" / "check.sh"
+    own = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+    for recorded in (own, sys._base_executable):  # type: ignore[attr-defined]
+        (tmp_path / "interpreter").write_text(f"{recorded} {sys.version}\n")
+        for python in (own, sys.executable):
+            done = subprocess.run([check, "venv", python, tmp_path], capture_output=True, text=True)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["interpreter"]

@@ -1,6 +1,7 @@
 """Saved prefixes: what comes back, and every way in which a file or a disk can be bad."""
 
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 import lily
 from lily import saved
-from support import CHECKPOINTS, backends, options_of
+from support import CHECKPOINTS, backends, code_paths, options_of
 
 LENGTH = 300
 
@@ -142,11 +143,16 @@ def rewritten(content, change):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("version", "2", r"version: wanted 1, got 2 of the format; update Lily"),
-        ("version", "0", r"version: wanted 1, got 0 of the format; save it again"),
+        ("version", "3", r"version: wanted 2, got 3 of the format; update Lily"),
+        ("version", "0", r"version: wanted 2, got 0 of the format; save it again"),
         ("weights", "00", r"weights: wanted \w+, got 00 as the weights' fingerprint"),
         ("tokenizer", "00", r"tokenizer: wanted \w+, got 00 as the tokenizer's digest"),
         ("device", "gpu", r"device: wanted cpu, got gpu as the layout of its states"),
+        (
+            "code_path",
+            "cpu none",
+            r"code_path: wanted cpu \w+, got cpu none as what computed it, .* prefill again",
+        ),
         ("kv", "f32", r"kv: wanted bf16, got f32 as the type of keys and values"),
     ],
 )
@@ -215,6 +221,20 @@ def test_other_weights_and_another_tokenizer(plain, content, tmp_path):
             pytest.raises(lily.PrefixMismatchError, match=f"{error}: wanted"),
         ):
             other.load_prefix(file)
+
+
+def test_a_prefix_of_another_code_path_is_refused(tokens, tmp_path):
+    """As the folder of a cache passes them over: what goes on from it would not be what prefill gives."""
+    file = tmp_path / "prefix.lily"
+    for saves, loads in itertools.permutations(code_paths(), 2):
+        with lily.Model.load(CHECKPOINTS["tiny"], device="cpu", simd=saves) as model:
+            model.prefill(tokens).save(file)
+            assert model.load_prefix(file).tokens == tuple(tokens)
+        with (
+            lily.Model.load(CHECKPOINTS["tiny"], device="cpu", simd=loads) as model,
+            pytest.raises(lily.PrefixMismatchError, match=f"code_path: wanted cpu {loads}, got cpu {saves} "),
+        ):
+            model.load_prefix(file)
 
 
 def test_what_is_no_saved_prefix(plain, tmp_path):

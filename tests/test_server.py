@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,7 +17,6 @@ import pytest
 
 import lily
 from lily.server.config import Config
-from scripted import make_checkpoint
 from serving import (
     CLIENT,
     DIALECTS,
@@ -35,18 +35,6 @@ from serving import (
 pytestmark = pytest.mark.unsanitized
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
-
-
 @pytest.mark.parametrize(
     ("dialect", "more", "param"),
     [
@@ -60,7 +48,7 @@ def url(model: lily.Model) -> Iterator[str]:
         ("chat", {"top_p": 2}, "top_p"),
         ("chat", {"max_tokens": 0}, "max_tokens"),
         ("chat", {"max_tokens": -1}, "max_tokens"),
-        ("chat", {"max_completion_tokens": 0}, "max_tokens"),
+        ("chat", {"max_completion_tokens": 0}, "max_completion_tokens"),
         ("chat", {"max_tokens": True}, "max_tokens"),
         ("chat", {"stop": ""}, "stop"),
         ("chat", {"n": 0}, "n"),
@@ -71,7 +59,11 @@ def url(model: lily.Model) -> Iterator[str]:
         ("chat", {"seed": -1}, "seed"),
         ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
         ("chat", {"response_format": {"type": "json_schema"}}, "response_format.schema"),
-        ("chat", {"response_format": {"type": "json_schema", "schema": {"type": "x"}}}, "schema"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "schema": {"type": "x"}}},
+            "response_format.schema",
+        ),
         ("chat", {"tool_choice": "required"}, "tool_choice"),
         ("chat", {"tools": [{"type": "function"}]}, "tools[0]"),
         (
@@ -93,7 +85,7 @@ def url(model: lily.Model) -> Iterator[str]:
         (
             "responses",
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "messages[0].content[0].type",
+            "input[0].content[0].type",
         ),
     ],
 )
@@ -266,6 +258,113 @@ def test_tokens_are_counted(model: lily.Model, url: str) -> None:
     counted = CLIENT.post(f"{url}/v1/messages/count_tokens", json=more)
     assert counted.json() == {"input_tokens": plain("messages", answer)["usage"]["prompt"]}
     assert CLIENT.post(f"{url}/v1/messages/count_tokens", json={}).status_code == 400
+    # Tools that are left out are no part of the prompt, and an earlier answer counts by its own tokens.
+    several = [token for letter in "Yes, it is." for token in model.tokenizer.encode(letter)]
+    head = model.tokenizer.encode("</think>", markers=True)
+    for none in ({"tool_choice": {"type": "none"}}, {}):
+        more: dict[str, Any] = {"tools": tools_of("messages"), **none, "thinking": {"type": "adaptive"}}
+        with quick(model, head + several):
+            first = post(url, "messages", **more).json()
+        turns = [*QUESTION, {"role": "assistant", "content": first["content"]}, *QUESTION]
+        with quick(model, "Yes."):
+            answer = post(url, "messages", **more | {"messages": turns}).json()
+        counted = CLIENT.post(f"{url}/v1/messages/count_tokens", json=more | {"messages": turns})
+        assert counted.json() == {"input_tokens": plain("messages", answer)["usage"]["prompt"]}
+    long = {"messages": [{"role": "user", "content": "word " * 5000}]}
+    assert CLIENT.post(f"{url}/v1/messages/count_tokens", json=long).json()["input_tokens"] > 5000
+
+
+@pytest.mark.parametrize(
+    ("dialect", "more", "param"),
+    [
+        (
+            "messages",
+            {"system": 2 * [{"type": "text", "text": "A."}], "messages": [{"role": "judge"}]},
+            "messages[0].role",
+        ),
+        ("messages", {"system": [{"type": "image"}]}, "system.content[0].type"),
+        ("messages", {"tools": [{"name": "a>b"}]}, "tools[0].name"),
+        (
+            "messages",
+            {"tools": [{"name": "f", "input_schema": {"oneOf": []}}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema.oneOf",
+        ),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},
+            "output_config.format.schema",
+        ),
+        ("messages", {"stop_sequences": [""]}, "stop_sequences"),
+        (
+            "responses",
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+                    {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "2"},
+                    {"role": "judge", "content": "x"},
+                ],
+            },
+            "input[2].role",
+        ),
+        (
+            "responses",
+            {
+                "tools": [
+                    {"type": "web_search"},
+                    {"type": "namespace", "tools": [{"type": "function", "name": "f ", "parameters": {}}]},
+                ]
+            },
+            "tools[1].tools[0].name",
+        ),
+        (
+            "responses",
+            {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"not": {}}}]},
+            "tools[0].parameters.not",
+        ),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        ("responses", {"input": "word " * 5000}, "input"),
+        ("completions", {"prompt": "word " * 5000}, "prompt"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format.json_schema.schema",
+        ),
+        ("chat", {"response_format": {"type": "regex", "regex": "("}}, "response_format.regex"),
+    ],
+)
+def test_errors_name_the_requests_own_field(url: str, dialect: str, more: Any, param: str) -> None:
+    """Not what the library calls it, nor the place that it has there."""
+    status, error = error_of(url, dialect, **more)
+    assert status == 400
+    if dialect == "messages":
+        assert error["message"].startswith(f"{param}: "), error
+    else:
+        assert error["param"] == param, error
+
+
+def test_a_long_prompt_of_plain_text_does_not_stop_others(model: lily.Model, url: str) -> None:
+    """Its tokens are made beside the event loop."""
+    begun, over = threading.Event(), threading.Event()
+    encode = model.tokenizer.encode
+
+    def held(text: str, **more: Any) -> list[int]:
+        begun.set()
+        assert over.wait(10)
+        return encode(text, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.tokenizer, "encode", held)
+        work = threading.Thread(target=post, args=(url, "completions"), kwargs={"prompt": "a b\n" * 50_000})
+        work.start()
+        assert begun.wait(10)
+        try:
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+        finally:
+            over.set()
+            work.join()
 
 
 def test_seeds(url: str) -> None:
@@ -499,11 +598,11 @@ def test_a_schema_without_an_end_is_the_clients_fault(demo_url: str) -> None:
         "messages": [{"role": "user", "content": "hi"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "endless", "schema": schema}},
     }
-    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert "it can't be followed any further" in message
-    assert len(message) < 300
+    for stream in (False, True):  # before anything is done, so before a stream's head too
+        answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body | {"stream": stream})
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith("response_format.json_schema.schema: wanted one that some text fits, got ")
 
 
 def test_a_port_that_is_taken_is_named(model: lily.Model, url: str) -> None:

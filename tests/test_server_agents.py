@@ -1,32 +1,18 @@
 """Coding agents' requests, and their second turns: an answer goes back in and changes nothing before it."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import lily
 from agents import AGENTS
-from scripted import make_checkpoint
-from serving import CLIENT, events, fold, quick
+from serving import CLIENT, events, fold, post, quick
 
 pytestmark = pytest.mark.unsanitized
 SAID = "I look.\n</think>\n\nLet me see.\n\n"
 CALL = "<tool_call>\n<function=tool_0>\n<parameter=path>\né/a\n\n</parameter>\n</function>\n</tool_call>"
 DIALECTS = {"/v1/messages?beta=true": "messages", "/v1/responses": "responses"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
 
 
 @pytest.fixture
@@ -120,6 +106,24 @@ def test_tools_of_other_kinds_are_left_out_by_name(model: lily.Model, url: str) 
     assert answer.headers["x-lily-ignored-tools"] == "web_search"
     call = answer.json()["output"][-1]
     assert (call["name"], call["namespace"]) == ("tool_6", "space")
+
+
+def test_spaces_tell_functions_of_one_name_apart(
+    model: lily.Model, url: str, prompts: list[list[int]]
+) -> None:
+    inner = {"type": "function", "name": "search", "parameters": {}}
+    spaces = [{"type": "namespace", "name": name, "tools": [inner]} for name in ("files", "web")]
+    said = "</think><tool_call>\n<function=web.search>\n</function>\n</tool_call>"
+    with quick(model, said):
+        (call,) = post(url, "responses", tools=spaces).json()["output"]
+    assert (call["name"], call["namespace"]) == ("search", "web")
+    items = [{"role": "user", "content": "Why?"}, call]
+    items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "So."})
+    with quick(model, "</think>So."):
+        assert post(url, "responses", tools=spaces, input=items).status_code == 200
+    text = model.tokenizer.decode(prompts[-1], markers=True)
+    assert "<function=web.search>" in text
+    assert '"files.search"' in text
 
 
 def test_a_title_between_turns_changes_no_prompt(

@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 
 import lily
-from scripted import make_checkpoint
 from serving import CALL, PARAMETERS, QUESTION, TOOL, queue, quick
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import fetches one
@@ -30,12 +29,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")

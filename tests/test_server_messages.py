@@ -2,14 +2,13 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
 
 import lily
-from scripted import make_checkpoint
 from serving import (
     CALL,
     DIALECTS,
@@ -27,18 +26,6 @@ from serving import (
 
 pytestmark = pytest.mark.unsanitized
 SHUT = "<think>\n\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
 
 
 @pytest.fixture

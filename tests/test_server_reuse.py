@@ -26,12 +26,6 @@ def model(folder: Path) -> Iterator[lily.Model]:
         yield model
 
 
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
-
-
 def letters(model: lily.Model, text: str) -> list[int]:
     """Return tokens that the tokenizer would not choose: a letter each."""
     tokens = [model.tokenizer.encode(letter) for letter in text]

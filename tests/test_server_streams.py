@@ -1,14 +1,15 @@
 """A stream adds up to the answer that does not stream: whatever it is, in any pieces, in each dialect."""
 
+import itertools
 import json
-from collections.abc import Iterator
+import random
 from typing import Any
 
 import pytest
 
 import lily
-from scripted import make_checkpoint
 from serving import (
+    ALL_DIALECTS,
     CALL,
     DIALECTS,
     body_of,
@@ -25,21 +26,10 @@ from test_toolcalls import ANSWERS
 pytestmark = pytest.mark.unsanitized
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
-
-
 def compare(url: str, dialect: str, **more: Any) -> dict[str, Any]:
     """Return an answer, after it was asked for both ways."""
-    usage = {"stream_options": {"include_usage": True}} if dialect == "chat" else {}
+    options = {"stream_options": {"include_usage": True}}
+    usage = options if dialect in ("chat", "completions") else {}
     got = fold(dialect, streamed(url, dialect, **more, **usage))
     answer = post(url, dialect, **more)
     assert answer.status_code == 200, answer.text
@@ -68,6 +58,60 @@ def test_a_stream_adds_up_to_the_answer(model: lily.Model, url: str, dialect: st
         finish = {"chat": "tool_calls", "messages": ("tool_use", None), "responses": ("completed", None)}
         if with_tools["calls"]:
             assert with_tools["finish"] == finish[dialect]
+
+
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "chat": {"logprobs": True, "top_logprobs": 1},
+    "completions": {"logprobs": 1},
+    "messages": {},
+    "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
+}
+BETWEEN = [
+    f"{CALL}\n\nThat was it.\n\n{CALL} More \n",
+    f"Look:\n{CALL}{CALL} and then 🦊",
+    f"{CALL}\nwords{CALL}",
+    f"a {CALL}\n\n  {CALL} stop",
+    f"{CALL.replace('/a', 'x')} ```\n{CALL}\n```",
+]
+
+
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
+def test_any_pieces_in_any_order_add_up(model: lily.Model, url: str, dialect: str) -> None:
+    """For every sample, with text behind calls too, and with tokens that begin and end anywhere."""
+    choose = random.Random(1)
+    turn = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    plainly = {"prompt": turn} if dialect == "completions" else {"tools": tools_of(dialect)}
+    for answer in (*BETWEEN, *choose.sample(ANSWERS, 12), f"{choose.choice(ANSWERS)}{CALL} words{CALL}"):
+        cuts = [0, *sorted(choose.sample(range(len(answer)), min(6, len(answer)))), len(answer)]
+        pieces = [answer[a:b] for a, b in itertools.pairwise(cuts)]
+        tokens = [token for piece in ("Hm.\n", "</think>", "\n\n", *pieces) for token in encode(model, piece)]
+        with quick(model, tokens):
+            got = compare(url, dialect, **plainly, **thinking_of(dialect, True), **LOGPROBS[dialect])
+        assert got["reasoning"] == "Hm."
+        if dialect != "completions":
+            assert answer not in BETWEEN or (got["text"].strip() and got["calls"])
+        if dialect != "messages":
+            assert got["logprobs"] or not got["text"]
+
+
+def encode(model: lily.Model, text: str) -> list[int]:
+    return model.tokenizer.encode(text, markers=True)
+
+
+def test_text_behind_a_call_stays_there(model: lily.Model, url: str) -> None:
+    with quick(model, f"</think>First.\n{CALL}\nThen words."):
+        kinds = [part[0] for part in compare(url, "messages", tools=tools_of("messages"))["parts"]]
+        items = compare(url, "responses", tools=tools_of("responses"))["parts"]
+    assert kinds == ["text", "tool_use", "text"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message"]
+
+
+def test_numbers_in_arguments_have_no_end(model: lily.Model, url: str) -> None:
+    """They are handed on as they are written, also where a dialect has an object and not its text."""
+    long = "9" * 40
+    with quick(model, f"</think>{CALL.replace('path', 'count').replace('/a', long)}"):
+        for dialect in DIALECTS:
+            assert long in compare(url, dialect, tools=tools_of(dialect))["calls"][0][1]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -102,7 +146,9 @@ def test_logprobs_add_up_to_the_text(model: lily.Model, url: str) -> None:
             assert b"".join(bytes(each["bytes"]) for each in got["logprobs"]).decode() == text
             assert all(len(each["top_logprobs"]) == 2 and each["logprob"] <= 0 for each in got["logprobs"])
             response = compare(url, "responses", include=["message.output_text.logprobs"], top_logprobs=1)
-            assert len(response["logprobs"]) >= len(got["logprobs"])
+            assert response["logprobs"] == [
+                {**each, "top_logprobs": each["top_logprobs"][:1]} for each in got["logprobs"]
+            ]
     with quick(model, "</think>x"):
         assert post(url, "chat").json()["choices"][0]["logprobs"] is None
 

@@ -36,18 +36,6 @@ from serving import (
 pytestmark = pytest.mark.unsanitized
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("served"))) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def url(model: lily.Model) -> Iterator[str]:
-    with model.serve(background=True, port=0) as server:
-        yield server.url
-
-
 def until(condition: Callable[[], bool], seconds: float = 5) -> None:
     """Wait until something is so."""
     patience = time.monotonic() + seconds
@@ -104,7 +92,7 @@ def test_first_come_first_served_and_a_full_queue_says_so(
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.headers["x-should-retry"] == "true"
         health = CLIENT.get(f"{server.url}/health").json()
-        assert (health["running"], health["waiting"]) == ("1", "5")
+        assert (health["running"], health["waiting"]) == (1, 5)
         script.release.set()
         assert [each.result(10).status_code for each in asked] == [200] * 6
         assert order == list(range(6))

@@ -1,6 +1,5 @@
 """Answers that come back as messages are taken in by the tokens they were written with, or not at all."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 import lily
 import lily.splice
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 
 pytestmark = pytest.mark.unsanitized  # the core does nothing new in it
 QUESTION = [{"role": "user", "content": "Why is the sea so blue today?"}]
@@ -29,12 +28,6 @@ TOOLS = [
         },
     }
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("thinking"))) as model:
-        yield model
 
 
 def otherwise(model: lily.Model, text: str) -> list[int]:

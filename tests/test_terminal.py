@@ -213,12 +213,6 @@ def test_a_wrong_setting_is_named() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("thinking"))) as model:
-        yield model
-
-
 def test_a_turn_takes_in_only_what_is_new(model: lily.Model) -> None:
     taken: list[int] = []
     conversation = Conversation(model, "Be brief.", None, {})

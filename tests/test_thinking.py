@@ -1,19 +1,11 @@
 """Thoughts, tools and stop strings from prompt to completion: a model that says what it is told to."""
 
-from collections.abc import Iterator
-
 import pytest
 
 import lily
-from scripted import make_checkpoint, scripted
+from scripted import scripted
 
 QUESTION = [{"role": "user", "content": "Why?"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lily.Model]:
-    with lily.Model.load(make_checkpoint(tmp_path_factory.mktemp("thinking"))) as model:
-        yield model
 
 
 def text_of(model: lily.Model, tokens: object) -> str:

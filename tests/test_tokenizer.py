@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -201,6 +202,36 @@ def test_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
         lily.ModelFilesError, match="wanted a byte-level BPE tokenizer, got decoder WordPiece"
     ):
         Tokenizer.load(folder)
+
+
+def test_a_beginning_shows_that_a_text_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the rest is not looked at; and nothing that would fit is refused."""
+    seen = 0
+    plain = Tokenizer._encode_plain
+
+    def watched(self: Tokenizer, text: str, *arguments: Any) -> list[int]:
+        nonlocal seen
+        ids = plain(self, text, *arguments)
+        seen += len(text)
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "_encode_plain", watched)
+    for text in ("Once there was a fox. " * 50_000, "<|im_end|>" + "a\nb " * 200_000):
+        seen = 0
+        with pytest.raises(
+            lily.ContextError, match=r"^at least [0-9]{4} tokens do not fit the context of 1000; "
+        ):
+            TOKENIZER.encode(text, markers=True, most=1000)
+        assert seen < 20_000
+    for text in (
+        "Once there was a fox. " * 2000,
+        "x" * 50_000,
+        " " * 30_000,
+        "<|im_end|>ab " * 5000,
+        HARD * 900,
+    ):
+        ids = TOKENIZER.encode(text, markers=True)
+        assert TOKENIZER.encode(text, markers=True, most=len(ids)) == ids
 
 
 def test_a_long_text_does_not_stop_other_threads() -> None:

@@ -70,8 +70,10 @@ check() {
 
 make_venv() {
     python=$1 folder=$2
-    identity=$("$python" -c 'import sys; print(sys.executable, sys.version)' 2>/dev/null || true)
-    [ -n "$identity" ] && [ "$(cat "$folder/interpreter" 2>/dev/null)" = "$identity" ] && return
+    # The interpreter behind them, by whatever link: one of another environment that is active is the same.
+    identity=$("$python" -c 'import os, sys; print(os.path.realpath(sys._base_executable), sys.version)' 2>/dev/null || true)
+    known=$(cat "$folder/interpreter" 2>/dev/null || true)
+    [ -n "$identity" ] && [ "$(readlink -f "${known%% *}") ${known#* }" = "$identity" ] && return
     check "$python"
     if [ -e "$folder" ] && [ ! -e "$folder/pyvenv.cfg" ]; then
         echo "$folder is there and is not a virtual environment; move it away or choose another with VENV=..." >&2

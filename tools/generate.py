@@ -162,7 +162,7 @@ def server_page(page: str) -> str:
 
     rows = []
     for dialect in DIALECTS:
-        fields = msgspec.structs.fields(dialect.request)
+        fields = sorted(msgspec.structs.fields(dialect.request), key=lambda field: not field.required)
         read = ", ".join(f"`{field.name}`" + ("*" if field.required else "") for field in fields)
         refused = ", ".join(
             f"`{name}`" + "".join(f" (`{json.dumps(value)}`)" for value in harmless)

@@ -29,6 +29,9 @@ class Simulator final : public Device {
    public:
     explicit Simulator(const std::string& file)
         : handle_(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL), dlclose) {
+        LILY_CHECK(DeviceError, !file.empty(), "%s",
+                   "option kernels: wanted the library that `make kernels` builds, got none; "
+                   "pass kernels=\"build/kernels.so\"");
         if (!handle_)
             throw DeviceError(std::string("option kernels: wanted a library made by `make kernels`: ") +
                               dlerror());

@@ -108,30 +108,66 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Any, model: argparse.ArgumentParser) -> None:
-    serve = commands.add_parser("serve", parents=[model], help="answer over HTTP, as OpenAI's servers do")
-    serve.add_argument("--host", default="127.0.0.1", help="where to listen; by default this machine only")
-    serve.add_argument("--port", type=int, default=8080, help="by default 8080; 0 takes a free one")
+    serve = commands.add_parser(
+        "serve", parents=[model], help="answer over HTTP, as OpenAI's and Anthropic's servers do"
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="where to listen; by default %(default)s, this machine only"
+    )
+    serve.add_argument("--port", type=int, default=8080, help="by default %(default)s; 0 takes a free one")
     serve.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what clients must send; or LILY_API_KEY in the environment",
+        help="what clients must send; by default LILY_API_KEY of the environment, or none",
     )
     serve.add_argument("--allow-public", action="store_true", help="listen beyond this machine without a key")
     serve.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME", help="a name this server goes by"
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name this server goes by, beside this machine's own; may be repeated",
     )
     serve.add_argument(
-        "--allowed-origin", action="append", default=[], metavar="URL", help="a web page that may use it"
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a web page that may use it, beside this machine's own; may be repeated",
     )
-    serve.add_argument("--served-model-name", metavar="NAME", help="the model's name in /v1/models")
+    serve.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in /v1/models; by default its folder's"
+    )
     serve.add_argument("--strict-model", action="store_true", help="refuse requests that name another model")
-    serve.add_argument("--prefix", metavar="FILE", help="a saved prefix that prompts may begin with")
-    serve.add_argument("--max-tokens", type=int, metavar="N", help="cut an answer after N tokens by default")
     serve.add_argument(
-        "--thinking", action=argparse.BooleanOptionalAction, help="whether it thinks first by default"
+        "--prefix", metavar="FILE", help="a saved prefix that prompts may begin with; by default none"
     )
-    serve.add_argument("--max-active", type=int, default=8, metavar="N", help="requests that run in turns")
-    serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="requests that wait behind")
+    serve.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="cut an answer after N tokens if its request doesn't say; by default 32768, the demo's after "
+        f"{DEMO_TOKENS}",
+    )
+    serve.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether it thinks first if a request doesn't say; by default as the chat template has it",
+    )
+    serve.add_argument(
+        "--max-active",
+        type=int,
+        default=8,
+        metavar="N",
+        help="requests that run in turns; by default %(default)s",
+    )
+    serve.add_argument(
+        "--max-waiting",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests that wait behind; by default %(default)s",
+    )
     serve.add_argument("--verbose", action="store_true", help="log requests, without their text, to stderr")
     serve.set_defaults(command=_serve)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lily.tokenizer import Tokenizer
 
+MOST_STOPS = 64  # strings, each of which is looked for in every piece of an answer
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -26,12 +27,16 @@ def thinks(tokens: Sequence[int], tokenizer: "Tokenizer") -> bool:
 
 
 def check_stop(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return stop strings as a tuple. Raises TypeError unless they are str, ValueError if one is empty."""
+    """Return stop strings as a tuple. Raises TypeError unless they are str, ValueError if one is empty
+    or there are too many.
+    """
     if stop is None:
         return ()
     if not isinstance(stop, str | Iterable) or isinstance(stop, bytes):
         raise TypeError(f"stop: wanted a str or a list of str, got {type(stop).__name__}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > MOST_STOPS:
+        raise ValueError(f"stop: wanted at most {MOST_STOPS} strings, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str):
             raise TypeError(f"stop: wanted a str or a list of str, got {string!r}")

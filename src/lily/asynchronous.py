@@ -56,6 +56,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         """Write the rest, if there is one, and return the whole answer."""
         return await self._run(Stream.completion)
 
+    async def rest(self) -> list[Chunk]:
+        """Write the rest and return its chunks."""
+        return await self._run(list)
+
     async def _run(self, work: Callable[[Stream], T]) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)

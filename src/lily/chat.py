@@ -67,8 +67,9 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        """Return the token ids of a prompt; the arguments are Model.generate's.
+        """Return the token ids of a prompt; the arguments are Model.generate's; most is Tokenizer.encode's.
 
         Only the template writes markers: no text in messages, tools or template_kwargs can.
         Raises what check_messages, check_tools and render raise, and ValueError for what the template lacks.
@@ -91,7 +92,7 @@ class ChatTemplate:
             text = self.render(checked, add_generation_prompt=add_generation_prompt, **guarded)
         else:
             text = self._render_open(checked, guarded)
-        return tokenizer.encode_guarded(text)
+        return tokenizer.encode_guarded(text, most)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object

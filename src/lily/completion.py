@@ -1,12 +1,14 @@
 """What a generation gives back: a stream of chunks while it runs, a Completion when it is done."""
 
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lily.answer import Reader
-from lily.errors import DeadlineError
+from lily.errors import DeadlineError, LilyError
 from lily.guess import Steps
 from lily.logprobs import TokenLogprob, token_logprob
 from lily.progress import Report
@@ -212,6 +214,7 @@ class Stream(Iterator[Chunk]):
             calls=CallReader(request.tools) if request.tools else None,
         )
         self._chunks = _write(engine, request, self._needed, self._written)
+        self._read = threading.Lock()  # held by whoever iterates
 
     def __iter__(self) -> "Stream":
         """Return itself."""
@@ -219,7 +222,8 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         """Return the next chunk."""
-        return next(self._chunks)
+        with self._alone():
+            return next(self._chunks)
 
     def __enter__(self) -> "Stream":
         """Return itself; leaving the block closes it."""
@@ -252,11 +256,25 @@ class Stream(Iterator[Chunk]):
 
     def close(self) -> None:
         """End the generation here and free its state. For the thread that iterates; others call cancel()."""
-        self._chunks.close()
+        with self._alone():
+            self._chunks.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread, or a callback of the first one: what they got would be chance."""
+        if not self._read.acquire(blocking=False):
+            raise LilyError(
+                "the stream: another thread is iterating over it; have one thread read it, and others call "
+                "cancel() or so_far()"
+            )
+        try:
+            yield
+        finally:
+            self._read.release()
 
     def completion(self) -> Completion:
         """Write the rest, if there is one, and return the whole answer."""
-        for _ in self._chunks:
+        for _ in self:
             pass
         return self.so_far()
 

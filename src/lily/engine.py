@@ -187,6 +187,8 @@ class Engine:
         Raises TypeError unless they are a flat sequence of ints, ValueError if one is outside the vocabulary
         or there is none.
         """
+        if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+            raise TypeError(f"{name}: wanted a flat sequence of int token ids, got {type(values).__name__}")
         try:
             array = np.asarray(values)
         except ValueError as error:  # ragged

@@ -48,3 +48,8 @@ class QueueFullError(LilyError):
 
 class DeadlineError(LilyError, TimeoutError):
     """A request took longer than its `timeout` allows."""
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that brings an extra's packages."""
+    return f"pip install '.[{extra}]' in a checkout of Lily, or `make .venv/extra-{extra}` for its own .venv"

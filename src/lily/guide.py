@@ -7,6 +7,7 @@ llguidance's work; writing it is this module's. Thoughts are free: a grammar beg
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lily.answer import END_THINK
-from lily.errors import LilyError
+from lily.errors import LilyError, how_to_install
 from lily.toolcalls import CLOSE, OPEN
-from lily.tooltypes import Parameters
+from lily.toolgrammar import LAYOUT, Arguments, quoted, slashed
+from lily.tooltypes import MOST_LEVELS, has_end, levels
 
 if TYPE_CHECKING:
     from lily.engine import Engine
 
 Mask = NDArray[np.uint32]  # (ceil(V / 32),), bit i % 32 of word i / 32 for token i
 
-# As models write JSON, and no room for white space without end.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CHOICES = ("none", "auto", "required")
+_MOST_RULES = 500  # of a grammar: a chain of some thousand overflows llguidance's stack
+_FORCED = 64  # tokens that leave no choice, to follow in search of a text that fits a grammar
 
 
 class ToolChoice:
     """What is said about calling tools, checked.
 
-    tools: the functions that may be called, as check_tools returns them; () for none.
+    tools: the functions that may be called, as check_tools returns them; () for none.  places: their paths in
+        the argument `tools`, for errors.
     forced: bool, whether the answer is a call, or several.
     """
 
@@ -48,9 +51,12 @@ class ToolChoice:
                 f'{{"type": "function", "function": {{"name": ...}}}}, got {choice!r:.80}'
             )
         self.forced = choice == "required" or name is not None
-        self.tools = () if choice == "none" else tuple(tools)
-        if name is not None:
-            self.tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
+        kept = {
+            f"tools[{i}].function": tool
+            for i, tool in enumerate(tools)
+            if choice != "none" and name in (None, tool["function"]["name"])
+        }
+        self.tools, self.places = tuple(kept.values()), tuple(kept)
         if self.forced and not self.tools:
             known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
             raise ValueError(f"tool_choice: wanted one of the tools, which are {known}; got {choice!r:.80}")
@@ -151,12 +157,15 @@ def guide_of(
     if choice.forced or given:
         what = "tool_choice" if choice.forced else given[0]
         writer = _Writer(engine)
-        calls = writer.calls(choice.tools, several) if choice.tools else None
-        body = None if choice.forced else _body(given[0], settings[given[0]])
+        calls = writer.calls(choice, several) if choice.tools else None
+        body = None
+        if not choice.forced:
+            body = _body(given[0], settings[given[0]])
+            _matcher(engine, what, json.dumps({"grammars": [body]}))  # before there is a choice beside it
         text = _matcher(engine, what, writer.whole(body, calls, thinking))
     elif any(tool["function"].get("strict") is True for tool in choice.tools):
         writer = _Writer(engine)
-        writer.lines.append(f"start: {writer.call(choice.tools, strict=False)}")
+        writer.lines.append(f"start: {writer.call(choice, strict=False)}")
         call = _matcher(engine, "tools", writer.text())
     if text is None and call is None and budget is None:
         return None
@@ -169,26 +178,43 @@ def _body(name: str, value: object) -> dict[str, Any]:
         value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         if not isinstance(value, Mapping):
             raise TypeError(f"schema: wanted a JSON schema as a dict, got {type(value).__name__}")
-        return {"json_schema": {**value, "x-guidance": _LAYOUT}}
+        _check_depth("schema", value)
+        if not has_end(value):
+            raise ValueError("schema: wanted one that some text fits, got references in a circle without end")
+        return {"json_schema": {**value, "x-guidance": LAYOUT}}
     if not isinstance(value, str):
         raise TypeError(f"{name}: wanted a str, got {type(value).__name__}")
     if name == "regex":
-        # Lark writes patterns between slashes, on one line.
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", value.replace("\n", "\\n"))
-        return {"lark_grammar": f"start: /{escaped}/"}
+        return {"lark_grammar": f"start: /{slashed(value)}/"}
+    rules = value.count(":")  # or fewer
+    if rules > _MOST_RULES:
+        raise ValueError(f"grammar: wanted at most {_MOST_RULES} rules, got {rules}; make it smaller")
+    for found in re.finditer(r"%json\s*", value):
+        schema = None
+        with suppress(ValueError):  # which llguidance finds too
+            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+        _check_depth("grammar", schema)
     return {"lark_grammar": value}
+
+
+def _check_depth(where: str, schema: object) -> None:
+    """Raise ValueError for a schema so deep that llguidance's stack might not hold it."""
+    if levels(schema) > MOST_LEVELS:
+        raise ValueError(
+            f"{where}: wanted at most {MOST_LEVELS} levels, with what its references lead to; make it flatter"
+        )
 
 
 class _Writer:
     """Writes a Lark grammar rule by rule."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._tokenizer = engine.tokenizer
+        self._engine = engine
         self.lines: list[str] = []
 
     def text(self, *others: dict[str, Any]) -> str:
         """Return the grammar, and those that it refers to, as llguidance takes them."""
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join(self.lines)}, *others]})
+        return _lark(self.lines, *others)
 
     def whole(self, body: dict[str, Any] | None, calls: str | None, thinking: bool) -> str:
         """Return the grammar of an answer that is a body, or calls, or either."""
@@ -198,66 +224,43 @@ class _Writer:
         self.lines.append(f"start: {blank} ({' | '.join(answers)})")
         return self.text(*([] if body is None else [{"name": "body", **body}]))
 
-    def calls(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
+    def calls(self, choice: ToolChoice, several: bool) -> str:
         """Write the rules of calls, one or several, and return the name of the first."""
-        rest = self.call(tools, strict=True)
+        rest = self.call(choice, strict=True)
         self.lines.append(f"call: {self._marker(OPEN)} {rest}")
         self.lines.append('calls: call ("\\n" call)*' if several else "calls: call")
         return "calls"
 
-    def call(self, tools: Sequence[Mapping[str, Any]], strict: bool) -> str:
+    def call(self, choice: ToolChoice, strict: bool) -> str:
         """Write the rules of what follows <tool_call> and return the name of the first.
 
         strict: whether every function's arguments follow its schema; if not, only those that ask for it.
         """
         names = []
-        for i, tool in enumerate(tools):
-            function = tool["function"]
-            names.append(f"function{i}")
+        for i, (tool, place) in enumerate(zip(choice.tools, choice.places, strict=True)):
+            function, where = tool["function"], f"{place}.parameters"
             schema = function.get("parameters") if strict or function.get("strict") is True else None
-            parameters = self._parameters(i, schema if isinstance(schema, Mapping) else {})
-            head = _quoted(function["name"] + ">\n")
-            self.lines.append(f"function{i}: {head} {parameters}")
+            _check_depth(where, schema)
+            if not has_end(schema):
+                raise ValueError(f"{where}: wanted arguments that have an end, got references in a circle")
+            arguments = Arguments(f"f{i}", where, schema, self._unfit)
+            for rule, part in arguments.strings.items():
+                _matcher(self._engine, part, _lark([f"start: {rule}", *arguments.rules]))
+            head = quoted(f"{function['name']}>\n")
+            self.lines += [*arguments.rules, f"function{i}: {head} {arguments.expression}"]
+            names.append(f"function{i}")
         name = f"({' | '.join(names)})"
         self.lines.append(f'rest: "\\n<function=" {name} "</function>\\n" {self._marker(CLOSE)}')
-        self.lines.append('string[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
         return "rest"
 
-    def _parameters(self, i: int, schema: Mapping[str, Any]) -> str:
-        read = Parameters(schema)
-        if not read.names:
-            if "properties" in schema:
-                return ""
-            self.lines.append(f'parameter{i}: "<parameter=" /[^>\\n<]{{1,64}}/ ">\\n" string')
-            return f"parameter{i}*"
-        required = schema.get("required")
-        parts = []
-        for j, key in enumerate(read.names):
-            if ">" in key or "\n" in key or "<" in key:
-                raise ValueError(f"tools: wanted parameters without angle brackets and newlines, got {key!r}")
-            value = self._value(read, key)
-            head = _quoted("<parameter=" + key + ">\n")
-            self.lines.append(f"parameter{i}_{j}: {head} {value}")
-            needed = isinstance(required, list) and key in required
-            parts.append(f"parameter{i}_{j}{'' if needed else '?'}")
-        return " ".join(parts)
-
-    def _value(self, parameters: Parameters, key: str) -> str:
-        choices = parameters.choices(key)
-        end = '"\\n</parameter>\\n"'
-        if choices is not None:
-            return f"({' | '.join(map(_quoted, choices))}) {end}"
-        if parameters.may_be_string(key):
-            return "string"
-        return f"%json {json.dumps({**parameters.schema(key), 'x-guidance': _LAYOUT})} {end}"
+    def _unfit(self, schema: Mapping[str, Any]) -> str | None:
+        """Return why no grammar can be made of a JSON schema, None if one can."""
+        grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": LAYOUT}}]})
+        return _fault_of(self._engine, _new(self._engine, grammar))
 
     def _marker(self, text: str) -> str:
-        token = self._tokenizer.token_id(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+        token = self._engine.tokenizer.token_id(text)
+        return quoted(text) if token is None else f"<[{token}]>"
 
 
 def _mask(vocab: int, tokens: Sequence[int]) -> Mask:
@@ -268,13 +271,45 @@ def _mask(vocab: int, tokens: Sequence[int]) -> Mask:
     return mask
 
 
+def _lark(lines: Sequence[str], *others: dict[str, Any]) -> str:
+    """Return a grammar in Lark's notation, and those that it refers to, as llguidance takes them."""
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *others]})
+
+
+def _new(engine: "Engine", grammar: str) -> Any:
+    return _library().LLMatcher(engine.grammar_tokenizer, grammar, log_level=0)
+
+
 def _matcher(engine: "Engine", what: str, grammar: str) -> Any:
     """Return what follows a grammar. Raises ValueError, which names the argument, if nothing can."""
-    matcher = _library().LLMatcher(engine.grammar_tokenizer, grammar, log_level=0)
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())
-        raise ValueError(f"{what}: wanted what a grammar can be made of, got {reason[:400]}")
+    matcher = _new(engine, grammar)
+    if (reason := _fault_of(engine, matcher)) is not None:
+        raise ValueError(f"{what}: wanted what a grammar can be made of, got {reason}")
     return matcher
+
+
+def _fault_of(engine: "Engine", matcher: Any) -> str | None:
+    """Return why no text fits a grammar, None if one may.
+
+    It is followed for as long as there is no choice: a part that nothing fits may come late.
+    """
+    if matcher.is_error():
+        return " ".join(matcher.get_error().split())[:400]
+    ahead = matcher.deep_copy()
+    for _ in range(_FORCED):
+        if ahead.is_accepting():
+            break
+        mask = np.frombuffer(ahead.compute_bitmask(), np.uint8)
+        if ahead.is_error():
+            reason = str(ahead.get_error()).partition("\n")[0]  # behind it comes the parser's whole state
+            return "one that no text fits" if "NoExtension" in reason else reason
+        (tokens,) = np.nonzero(np.unpackbits(mask, bitorder="little"))
+        if len(tokens) == 0:
+            return "one that no text fits"
+        if len(tokens) > 1 or tokens[0] in engine.tokenizer.stop:
+            break
+        ahead.consume_token(int(tokens[0]))
+    return None
 
 
 @lru_cache(1)
@@ -283,7 +318,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as error:
         raise LilyError(
-            "schema, regex, grammar and tool_choice need llguidance: pip install 'lily-llm[structured]'"
+            f"schema, regex, grammar and tool_choice need llguidance: {how_to_install('structured')}"
         ) from error
     return llguidance
 

@@ -65,11 +65,19 @@ def update(model: str, revision: str | None = None, progress: bool = True) -> Pa
             model, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"], tqdm_class=Bar
         )
     except Exception as error:  # of a dozen types, from three libraries
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelFilesError(f"{model}: cannot be fetched from the hub: {reason}") from error
+        raise ModelFilesError(
+            f"{model}: cannot be fetched from the hub: {_reason(error)}; check the id and the network, log "
+            "in with `hf auth login` if it is not public, or copy its folder here and pass that"
+        ) from error
     if lacking := _lacking(Path(folder)):
         raise ModelFilesError(f"{model}: {lacking}, and the hub has no more of it; is it an MLX checkpoint?")
     return Path(folder)
+
+
+def _reason(error: Exception) -> str:
+    """Return what the hub's library says went wrong, in one line; its first one may only say what it got."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300].rstrip(".;, ") or type(error).__name__
 
 
 def name_of(folder: Path) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lily.toolcalls import LONGEST_NAME
+
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}, and for an assistant's also "reasoning_content" and "tool_calls"."""
 
@@ -50,19 +52,49 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return descriptions of functions as a template takes them.
 
     tools: [{"type": "function", "function": {"name": str, "description": str, "parameters": JSON schema}},
-        ...].
+        ...]. A call spells the names of the function and its parameters in tags, so there are some that none
+        can have.
     Raises TypeError or ValueError, which names the tool and the key, for anything else.
     """
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise TypeError(f"tools: wanted a list of tools, got {type(tools).__name__}")
+    known: dict[str, int] = {}
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping):
             raise TypeError(
                 f'tools[{i}]: wanted {{"type": "function", "function": {{"name": ...}}}}, got {tool!r:.80}'
             )
-        _text(f"tools[{i}].function.name", function.get("name"))
+        where = f"tools[{i}].function"
+        name = _spelled(f"{where}.name", function.get("name"))
+        if name in known:
+            raise ValueError(
+                f"{where}.name: wanted a name of its own, got {name!r:.80} as tools[{known[name]}] has"
+            )
+        known[name] = i
+        if not isinstance(function.get("strict"), bool | None):
+            raise TypeError(f"{where}.strict: wanted a bool, got {type(function['strict']).__name__}")
+        parameters = function.get("parameters")
+        if not isinstance(parameters, Mapping | None):
+            raise TypeError(f"{where}.parameters: wanted a JSON schema, got {type(parameters).__name__}")
+        properties = (parameters or {}).get("properties")
+        if not isinstance(properties, Mapping | None):
+            raise TypeError(f"{where}.parameters.properties: wanted a dict, got {type(properties).__name__}")
+        _check_json(where, function)
+        for key in properties or {}:
+            _spelled(f"{where}.parameters.properties", key)
     return [dict(tool) for tool in tools]
+
+
+def _spelled(where: str, name: object) -> str:
+    """Return a name that the tag of a call can spell."""
+    name = _text(where, name)
+    if not 0 < len(name) <= LONGEST_NAME or name != name.strip() or any(c in name for c in "<>\n"):
+        raise ValueError(
+            f"{where}: wanted a name of 1 to {LONGEST_NAME} characters without angle brackets, newlines and "
+            f"blanks at its ends, got {name!r:.80}"
+        )
+    return name
 
 
 @dataclass(slots=True)
@@ -178,11 +210,20 @@ def _check_call(where: str, call: object) -> dict[str, Any]:
             raise ValueError(f"{where}.arguments: wanted a JSON object, got {given!r:.80}: {error}") from None
     if not isinstance(arguments, Mapping | None):
         raise ValueError(f"{where}.arguments: wanted a dict or its JSON, got {given!r:.80}")
+    _check_json(f"{where}.arguments", dict(arguments or {}))
     name = _text(f"{where}.name", asked.get("name"))
     checked = {"type": "function", "function": {"name": name, "arguments": dict(arguments or {})}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]
     return checked
+
+
+def _check_json(where: str, value: object) -> None:
+    """Raise ValueError or TypeError for what JSON has no form for: templates would write whatever comes."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise type(error)(f"{where}: wanted what JSON can say, got {error}") from None
 
 
 def _text(where: str, value: object) -> str:

@@ -1,7 +1,7 @@
 """The model as users meet it: load a checkpoint, generate, stream, prefill, score."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
@@ -169,15 +169,8 @@ class Model:
         check_names(settings, Settings)
         report = reporter(settings.get("progress"))
         engine = self._engine
+        tokens, spliced = self._prompt(prompt, settings)
         reuse = settings.get("reuse", "auto")
-        if reuse not in get_args(Reuse):
-            raise ValueError(f"reuse: wanted one of {', '.join(get_args(Reuse))}, got {reuse!r}")
-        rendering = of(Rendering, settings)
-        if settings.get("tool_choice") == "none":
-            rendering.pop("tools", None)
-        tokens, spliced = self._encode(prompt, rendering), 0
-        if reuse == "auto" and _is_rendered(prompt):
-            tokens, spliced = engine.splices.splice(tokens, check_tools(rendering.get("tools") or ()))
         generation = of(Generation, settings)
         return Stream(
             engine, engine.request(tokens, (), None, generation, report, reuse=reuse, spliced_tokens=spliced)
@@ -229,9 +222,11 @@ class Model:
         """
         report = reporter(progress)
         check_names(rendering, Rendering)
-        tokens = self._encode(prompt, rendering)
+        tokens = self._encode(prompt, rendering, self._engine.context)
         self._engine.check_room(len(tokens))
         grid = self._engine.session.grid
+        if not isinstance(checkpoints, Iterable):
+            raise TypeError(f"checkpoints: wanted lengths, got {type(checkpoints).__name__}")
         pinned = {integer("checkpoints", n, 1, self._engine.context + 1) // grid * grid for n in checkpoints}
         return take_in(self._engine, tuple(tokens.tolist()), (), frozenset(pinned), report)
 
@@ -241,8 +236,8 @@ class Model:
         path: of the file. On a CPU its keys and values stay in it, mapped, and must not be changed there as
             long as the prefix, or what was made from it, lives. Another may take its name.
         Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it was saved by other
-        weights, with another tokenizer, on another kind of device, with another type of keys and values or by
-        a newer version; LilyError after close().
+        weights, with another tokenizer, on another kind of device or by another code path, which differ in
+        the last bits, with another type of keys and values or by another version; LilyError after close().
         """
         from lily import saved
 
@@ -256,7 +251,7 @@ class Model:
             stop(), which the end of a `with` block calls too.
         settings: host, port, api_key and others, which docs/server.md lists. Port 0 takes a free one.
         Raises ValueError or TypeError for a setting, an address others can reach without a key among them;
-            OSError if the port is taken; LilyError without the packages of lily-llm[server].
+            OSError if the port is taken; LilyError without the packages of the extra `server`.
         """
         from lily.server import Server
 
@@ -335,16 +330,37 @@ class Model:
         size = engine.weight_bytes / 1e9
         return f"<lily.Model {engine.name}: {size:.2f} GB on {engine.session.device}>"
 
-    def _encode(self, prompt: Prompt, rendering: Rendering) -> NDArray[np.int32]:
-        """Return a prompt's (n,) int32 token ids."""
+    def _prompt(
+        self, prompt: Prompt, settings: Settings, *, whole: bool = False
+    ) -> tuple[NDArray[np.int32], int]:
+        """Return the (n,) int32 token ids that an answer's prompt has, and how many of them are spliced in.
+
+        whole: whether to return them also if they do not fit the context.
+        """
+        engine = self._engine
+        reuse = settings.get("reuse", "auto")
+        if reuse not in get_args(Reuse):
+            raise ValueError(f"reuse: wanted one of {', '.join(get_args(Reuse))}, got {reuse!r}")
+        rendering = of(Rendering, settings)
+        if settings.get("tool_choice") == "none":
+            rendering.pop("tools", None)
+        tokens = self._encode(prompt, rendering, None if whole else engine.context)
+        if reuse == "auto" and _is_rendered(prompt):
+            return engine.splices.splice(tokens, check_tools(rendering.get("tools") or ()))
+        return tokens, 0
+
+    def _encode(self, prompt: Prompt, rendering: Rendering, most: int | None = None) -> NDArray[np.int32]:
+        """Return a prompt's (n,) int32 token ids; ContextError if they are surely more than `most`."""
         engine = self._engine
         _ = engine.session  # a closed model says so before it looks at the prompt
         if isinstance(prompt, str):
-            return self._encode([{"role": "user", "content": prompt}], rendering)
+            return self._encode([{"role": "user", "content": prompt}], rendering, most)
         if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence | np.ndarray):
             raise TypeError(
                 f"prompt: wanted a str, a list of messages or token ids, got {type(prompt).__name__}"
             )
+        if len(prompt) == 0:
+            raise ValueError("prompt: wanted a str, at least one message or one token id, got an empty list")
         if not _is_rendered(prompt):
             if rendering:
                 raise ValueError(f"{next(iter(rendering))}: wanted messages to render, got token ids")
@@ -355,7 +371,9 @@ class Model:
                 "fetch it, or pass token ids: model.tokenizer.encode(text)"
             )
         messages = cast(Sequence[Message], prompt)
-        return engine.tokens("prompt", engine.template.encode(messages, engine.tokenizer, **rendering))
+        return engine.tokens(
+            "prompt", engine.template.encode(messages, engine.tokenizer, most=most, **rendering)
+        )
 
 
 def _is_rendered(prompt: Prompt) -> bool:

@@ -139,7 +139,8 @@ class Prefix:
 
         path: of a regular file, which is replaced once the new one is complete and on the disk.
         The file holds the tokens and everything computed from them, in safetensors format, readable by its
-        owner alone. It can be loaded by the same checkpoint on the same kind of device.
+        owner alone. It can be loaded by the same checkpoint by the same code path, which
+        model.info.device names.
         Raises PrefixFileError if it can't be written, and then leaves no trace; LilyError after the model's
         close().
         """

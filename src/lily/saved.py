@@ -7,7 +7,7 @@ Its tensors, in the order of their bytes, n being the length of a state, the pre
     tokens        I32 (N)
     digest        U8  (32)                  SHA-256 of all bytes before
 The pages begin at a multiple of 16 KB, so that they can be mapped. __metadata__ says which weights,
-tokenizer, kind of device and type of keys and values they belong to.
+tokenizer, device, code path and type of keys and values they belong to.
 
 The digest finds damage, not malice: whoever can write the file can write a digest.
 """
@@ -30,7 +30,7 @@ from lily import _core
 from lily.engine import Engine
 from lily.errors import PrefixFileError, PrefixMismatchError
 
-VERSION = 1
+VERSION = 2
 _FORMAT = "lily-prefix"
 _ALIGNMENT = 16384  # the largest page of memory among the systems that Lily runs on
 _MOST_HEADER = 1 << 20  # bytes
@@ -57,6 +57,7 @@ def write(
 
     Raises PrefixFileError if that fails, and then leaves what was there as it was.
     """
+    name = _path(path)
     session = engine.session
     parts = {state.length: session.parts(state) for state in states}
     pages, longest = parts[len(tokens)][0], len(tokens)
@@ -69,7 +70,7 @@ def write(
             tensors.append((f"logits.{n}", "F32", [engine.vocab], [logits]))
     tensors.append(("tokens", "I32", [longest], [np.array(tokens, "<i4")]))
     metadata = {**_belongs_to(engine), "pinned": json.dumps(sorted(pinned & set(parts)))}
-    with _replacing(os.fspath(path)) as file:
+    with _replacing(name) as file:
         _write_tensors(file, metadata, tensors)
 
 
@@ -79,7 +80,7 @@ def read(path: str | os.PathLike[str], engine: Engine) -> Loaded:
     Raises PrefixFileError if it can't be read or is damaged, PrefixMismatchError if it belongs to another
     model or another way to run it.
     """
-    name = os.fsdecode(os.fspath(path))
+    name = os.fsdecode(_path(path))
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
@@ -100,6 +101,13 @@ def read(path: str | os.PathLike[str], engine: Engine) -> Loaded:
         os.close(file)
 
 
+def _path(path: object) -> str | bytes:
+    """Return a path as the system takes it; a number would be a file that somebody has open."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path: wanted a str or a path, got {type(path).__name__}")
+    return os.fspath(path)
+
+
 def _belongs_to(engine: Engine) -> dict[str, str]:
     """Return what a file says of the model it belongs to."""
     session = engine.session
@@ -109,6 +117,7 @@ def _belongs_to(engine: Engine) -> dict[str, str]:
         "weights": engine.fingerprint,
         "tokenizer": engine.tokenizer.digest,
         "device": session.state_order,
+        "code_path": session.device,
         "kv": session.options["kv"],
     }
 
@@ -230,6 +239,8 @@ def _check_metadata(name: str, metadata: dict[str, str], engine: Engine) -> None
         "weights": "as the weights' fingerprint; it was saved by another checkpoint",
         "tokenizer": "as the tokenizer's digest; it was saved with another tokenizer.json",
         "device": 'as the layout of its states; load the model with device="cpu" or a GPU as it was',
+        "code_path": "as what computed it, whose last bits differ; prefill again, or load the model as it "
+        'was, on a CPU by simd="avx2" and the like',
         "kv": "as the type of keys and values; load the model with the option kv as it was",
     }
     for field, meaning in what.items():

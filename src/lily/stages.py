@@ -73,6 +73,12 @@ def step(folder: Path | None, context: int, options: Mapping[str, str]) -> Step:
         with tempfile.TemporaryDirectory() as published:
             Path(published, "config.json").write_text(json.dumps(_published()))
             return step(Path(published), context, options)
+    longest = _core.read_config(folder)["max_positions"]
+    if context >= longest:
+        raise ValueError(
+            f"context: wanted at most {longest - 1} tokens before the step, the model's last position, "
+            f"got {context}"
+        )
     recorded = _core.record_decode(folder, context, options)
     table = tuple(_by_kernel(recorded))
     return Step(
@@ -181,7 +187,7 @@ def tokens(text: str) -> int:
     number = text.removesuffix("K").removesuffix("k")
     if not number.isdecimal():
         raise ValueError(f"wanted a number of tokens, such as 4096 or 4K, got {text!r}")
-    return int(number) * (1 if number == text else 1024)
+    return int(number[:12]) * (1 if number == text else 1024)
 
 
 def _by_kernel(recorded: Sequence[_core.Dispatch]) -> Iterator[Stage]:

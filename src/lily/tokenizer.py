@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from lily.errors import ModelFilesError
+from lily.errors import ContextError, ModelFilesError
 from lily.files import read_bytes, read_json
 from lily.sampling import integer
 
@@ -24,6 +24,9 @@ _GUARD = "\ufdd0"
 _GUARDED = re.compile(f"{_GUARD}({_GUARD}?)")  # a guard that was in the text is doubled
 
 LONG = 10_000  # characters of a text that takes a while to encode
+_CHARACTERS = 6  # a token: more than prose has, so that a text that has as many for all tokens has too many
+_MARGIN = 64  # tokens by which a beginning's may differ from the whole text's
+_BORDER = re.compile(r"\S(\s)(?=\S)")  # between two words
 
 
 class Tokenizer:
@@ -81,16 +84,17 @@ class Tokenizer:
         """Show the sizes."""
         return f"<lily.Tokenizer: {len(self)} tokens, {len(self._markers)} of them markers>"
 
-    def encode(self, text: str, *, markers: bool = False) -> list[int]:
+    def encode(self, text: str, *, markers: bool = False, most: int | None = None) -> list[int]:
         """Return the token ids of a text.
 
         markers: also turn the text of a marker, such as "<|im_end|>", into its token. Never for a text that
             came from somebody else.
+        most: int, how many may be of use: ContextError if a beginning of the text shows that there are more.
         Raises TypeError if text is no str, ValueError if it can't be written in UTF-8.
         """
         if not isinstance(text, str):
             raise TypeError(f"text: wanted a str, got {type(text).__name__}")
-        return self._encode_markers(text) if markers else self._encode_plain(text)
+        return self._encode_markers(text, most=most) if markers else self._encode_plain(text, most=most)
 
     def decode(self, tokens: Iterable[int], *, markers: bool = False) -> str:
         """Return the text of token ids; bytes that are no UTF-8 become U+FFFD.
@@ -98,6 +102,8 @@ class Tokenizer:
         markers: write out the special ones too; those not flagged as special, such as <think>, always are.
         Raises ValueError for an id that is no int or is negative.
         """
+        if not isinstance(tokens, Iterable):
+            raise TypeError(f"tokens: wanted token ids, got {type(tokens).__name__}")
         decoder = self.decoder(markers=markers)
         return "".join([decoder.push(token) for token in tokens]) + decoder.finish()
 
@@ -139,20 +145,22 @@ class Tokenizer:
         text = text.replace(_GUARD, _GUARD + _GUARD)
         return re.sub(f"([{self._starts}])", rf"\1{_GUARD}", text) if self._starts else text
 
-    def encode_guarded(self, text: str) -> list[int]:
+    def encode_guarded(self, text: str, most: int | None = None) -> list[int]:
         """Return the token ids of a rendered template: its markers as tokens, guarded text as plain text."""
-        return self._encode_markers(text, guarded=True)
+        return self._encode_markers(text, guarded=True, most=most)
 
-    def _encode_markers(self, text: str, *, guarded: bool = False) -> list[int]:
+    def _encode_markers(self, text: str, *, guarded: bool = False, most: int | None = None) -> list[int]:
         ids: list[int] = []
         start = 0
         for match in self._marker.finditer(text):
-            ids += self._encode_plain(text[start : match.start()], guarded)
+            ids += self._encode_plain(text[start : match.start()], guarded, most, len(ids))
             ids.append(self._markers[match[0]])
             start = match.end()
-        return ids + self._encode_plain(text[start:], guarded)
+        return ids + self._encode_plain(text[start:], guarded, most, len(ids))
 
-    def _encode_plain(self, text: str, guarded: bool = False) -> list[int]:
+    def _encode_plain(
+        self, text: str, guarded: bool = False, most: int | None = None, before: int = 0
+    ) -> list[int]:
         if guarded:
             text = _GUARDED.sub(r"\1", text)
         try:
@@ -162,10 +170,26 @@ class Tokenizer:
                 f"text: wanted Unicode text, got half a surrogate pair, {text[error.start]!r}; "
                 "decode its bytes with errors='replace'"
             ) from None
+        if most is not None:
+            self._check_length(text, most, before)
         if len(text) < LONG:
             return self._plain.encode(text, add_special_tokens=False).ids
         # Of the library's calls only the one for many texts lets other threads go on: a second for 300 kB.
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _check_length(self, text: str, most: int, before: int) -> None:
+        """Raise ContextError if a text has more tokens than may be, as far as its beginning shows."""
+        found = before
+        beginning = _CHARACTERS * (max(0, most - before) + _MARGIN)
+        if before <= most + _MARGIN and len(text) > max(beginning, LONG):
+            # Tokens end where words do, so those of the beginning are the whole text's, but for the last few.
+            words = [match.start(1) for match in _BORDER.finditer(text, max(0, beginning - LONG), beginning)]
+            if words:
+                found += len(self._encode_plain(text[: words[-1]]))
+        if found > most + _MARGIN:
+            raise ContextError(
+                f"at least {found - _MARGIN} tokens do not fit the context of {most}; shorten the prompt"
+            )
 
 
 class Decoder:

@@ -16,7 +16,7 @@ from lily.tooltypes import Parameters
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_LONGEST_NAME = 256  # characters; what is longer is prose
+LONGEST_NAME = 255  # characters; what is longer is prose
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)", re.DOTALL)
 _SPACE = re.compile(r"\s*")
 
@@ -404,9 +404,9 @@ def _named(text: str, at: int, tag: str) -> tuple[str, int] | Literal[False] | N
     if not text.startswith(tag, at):
         return None if tag.startswith(text[at:]) else False
     start = at + len(tag)
-    end = text.find(">", start, start + _LONGEST_NAME)
-    name = text[start : start + _LONGEST_NAME] if end < 0 else text[start:end]
-    if "\n" in name or "<" in name or (end < 0 and len(name) == _LONGEST_NAME):
+    end = text.find(">", start, start + LONGEST_NAME + 1)
+    name = text[start : start + LONGEST_NAME + 1] if end < 0 else text[start:end]
+    if "\n" in name or "<" in name or (end < 0 and len(name) > LONGEST_NAME):
         return False
     if end < 0:
         return None

@@ -1,11 +1,12 @@
-"""The server: OpenAI's and Anthropic's HTTP interfaces on one port. It needs `lily-llm[server]`."""
+"""The server: OpenAI's and Anthropic's HTTP interfaces on one port. It needs the extra `server`."""
 
 import logging
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from lily.errors import LilyError
+from lily.errors import LilyError, how_to_install
+from lily.settings import check_names
 
 if TYPE_CHECKING:
     import uvicorn
@@ -94,10 +95,11 @@ def _configured(settings: dict[str, Any]) -> tuple[Any, "Config"]:
         import uvicorn
     except ImportError as error:
         raise LilyError(
-            f"the server needs more packages ({error.name}): pip install 'lily-llm[server]'"
+            f"the server needs more packages ({error.name}): {how_to_install('server')}"
         ) from error
     from lily.server.config import Config
 
+    check_names(settings, Config)
     return uvicorn, Config(**settings)
 
 

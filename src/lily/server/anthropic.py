@@ -1,6 +1,5 @@
 """Anthropic's messages, and the count of a prompt's tokens."""
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,17 @@ import msgspec
 
 from lily.completion import Chunk, Completion
 from lily.server.chat import first
-from lily.server.dialect import Answer, Ask, Dialect, budget_of, given, schema_of, thinking_of
+from lily.server.dialect import (
+    Answer,
+    Ask,
+    Dialect,
+    budget_of,
+    given,
+    place_of_schema,
+    places_of_tools,
+    schema_of,
+    thinking_of,
+)
 from lily.server.errors import ApiError, invalid, unsupported
 from lily.server.exchange import event
 
@@ -70,10 +79,20 @@ class Messages(Dialect):
             top_k=request.top_k,
             stop=request.stop_sequences or None,
             thinking_budget=budget_of(request.thinking) if thinking else None,
-            **_choice(request.tool_choice),
             **schema_of("output_config.format", output.get("format") or request.output_format),
         )
-        return Ask([prompt], [settings], request.model or "", bool(request.stream))
+        before = len(prompt) - len(request.messages)
+        places = {
+            **{f"messages[{i}]": "system" for i in range(before)},
+            **{
+                f"messages[{before + i}]": f"messages[{i}]"
+                for i in range(len(request.messages) if before else 0)
+            },
+            **places_of_tools([f"tools[{i}]" for i in range(len(request.tools or ()))], "input_schema"),
+            **place_of_schema("output_config.format" if output.get("format") else "output_format", None),
+            "stop": "stop_sequences",
+        }
+        return Ask([prompt], [settings], request.model or "", bool(request.stream), places=places)
 
     def prompt(self, request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages, and the settings that they are rendered by."""
@@ -87,6 +106,7 @@ class Messages(Dialect):
             thinking=thinking and not prefill,
             tools=None if request.tools is None else [_tool(i, each) for i, each in enumerate(request.tools)],
             continue_final_message=True if prefill else None,
+            **_choice(request.tool_choice),
         )
 
     def answer(self, request: MessagesRequest, ask: Ask) -> "MessagesAnswer":
@@ -152,9 +172,9 @@ class MessagesAnswer(Answer):
         """Begin an answer."""
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = ask.model
-        self._index = -1
-        self._open = ""  # the type of the block that is being written
-        self._call = -1
+        self._content: list[dict[str, Any]] = []
+        self._open = ""  # the type of the block that is being written, the last one
+        self._input = ""  # the JSON of a call that is
 
     def _event(self, name: str, **more: Any) -> bytes:
         return event({"type": name, **more}, name)
@@ -178,9 +198,11 @@ class MessagesAnswer(Answer):
         """Return the deltas of a piece, in the blocks that they belong to."""
         if chunk.reasoning:
             yield from self._enter("thinking", {"thinking": "", "signature": ""})
+            self._content[-1]["thinking"] += chunk.reasoning
             yield self._delta({"type": "thinking_delta", "thinking": chunk.reasoning})
         if chunk.text:
             yield from self._enter("text", {"text": ""})
+            self._content[-1]["text"] += chunk.text
             yield self._delta({"type": "text_delta", "text": chunk.text})
         for delta in chunk.tool_calls:
             if delta.id is not None:
@@ -189,28 +211,39 @@ class MessagesAnswer(Answer):
                     "tool_use", {"id": _call_id(delta.id), "name": delta.name, "input": {}}
                 )
             if delta.arguments:
+                self._input += delta.arguments
                 yield self._delta({"type": "input_json_delta", "partial_json": delta.arguments})
 
+    def take(self, index: int, chunk: Chunk) -> None:
+        """Put a piece into the block that it belongs to."""
+        for _ in self.chunk(index, chunk):
+            pass
+
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return self._event("content_block_delta", index=self._index, delta=delta)
+        return self._event("content_block_delta", index=len(self._content) - 1, delta=delta)
 
     def _enter(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
         if self._open == kind:
             return
         yield from self._leave()
-        self._index, self._open = self._index + 1, kind
-        yield self._event("content_block_start", index=self._index, content_block={"type": kind, **block})
+        self._content.append({"type": kind, **block})
+        self._open, self._input = kind, ""
+        index = len(self._content) - 1
+        yield self._event("content_block_start", index=index, content_block=self._content[-1])
 
     def _leave(self) -> Iterable[bytes]:
         if self._open == "thinking":
+            self._content[-1]["signature"] = self._id
             yield self._delta({"type": "signature_delta", "signature": self._id})
+        elif self._open == "tool_use":
+            self._content[-1]["input"] = msgspec.Raw(self._input.encode())  # as it is written
         if self._open:
-            yield self._event("content_block_stop", index=self._index)
+            yield self._event("content_block_stop", index=len(self._content) - 1)
         self._open = ""
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return the end of the last block."""
-        if self._index < 0:  # clients read the first block without looking
+        if not self._content:  # clients read the first block without looking
             yield from self._enter("text", {"text": ""})
         yield from self._leave()
 
@@ -226,20 +259,14 @@ class MessagesAnswer(Answer):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Return a message."""
         (answer,) = done
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._id})
-        if answer.text or not (answer.reasoning or answer.tool_calls):
-            content.append({"type": "text", "text": answer.text})
-        for call in answer.tool_calls:
-            block = {"type": "tool_use", "id": _call_id(call.id), "name": call.name}
-            content.append(block | {"input": json.loads(call.arguments)})
+        for _ in self.end(0, answer):
+            pass
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": content,
+            "content": self._content,
             **_end(answer),
             "usage": _usage(answer.usage),
         }

@@ -8,7 +8,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from lily.asynchronous import AsyncStream
 from lily.completion import Completion, Stream
-from lily.errors import LilyError, PrefixMismatchError
+from lily.errors import ContextError, LilyError, PrefixMismatchError
 from lily.model import Model
 from lily.scheduler import Place
 from lily.server.anthropic import CountTokens, Messages
@@ -29,6 +29,7 @@ from lily.server.errors import ApiError, of_exception
 from lily.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send, decode
 from lily.server.metrics import Metrics, resident_bytes
 from lily.server.responses import Responses
+from lily.settings import Settings
 
 _log = logging.getLogger("lily.server")
 
@@ -147,7 +148,10 @@ class App:
         async def work(exchange: Exchange) -> None:
             request = await self._read(dialect, await exchange.body())
             prompt, settings = dialect.prompt(request)
-            tokens = await asyncio.to_thread(self.model.encode, prompt, **settings)
+            # What the same request to /v1/messages would take in, earlier answers' own tokens among it.
+            tokens, _ = await asyncio.to_thread(
+                self.model._prompt, prompt, cast(Settings, settings), whole=True
+            )
             await exchange.json({"input_tokens": len(tokens)})
 
         return self._post(dialect.path, work)
@@ -189,10 +193,17 @@ class App:
         body = await exchange.body()
         with self.scheduler.line_up() as place:
             request = await self._read(dialect, body)
-            ask = dialect.ask(request)
-            self._name(ask)
-            exchange.extra |= ask.headers
-            streams = await asyncio.to_thread(self._prepare, ask, place)
+            try:
+                # A prompt's tokens may be made here, of a text that may be long.
+                long = len(body) >= _LONG
+                ask = await asyncio.to_thread(dialect.ask, request) if long else dialect.ask(request)
+                self._name(ask)
+                exchange.extra |= ask.headers
+                streams = await asyncio.to_thread(self._prepare, ask, place)
+            except ContextError as error:
+                failure = of_exception(error, self.model._engine.context)
+                failure.param = dialect.prompt_field
+                raise failure from error
             answer = dialect.answer(request, ask)
             work = self._stream if ask.stream else self._whole
             await exchange.until_gone(work(exchange, answer, streams, place))
@@ -222,7 +233,10 @@ class App:
     def _prepare(self, ask: Ask, place: Place) -> list[Stream]:
         """Check the generations and set them up, to take part one after the other; none of them works yet."""
         pairs = zip(ask.prompts, ask.settings, strict=True)
-        streams = [self.model.stream(prompt, **settings) for prompt, settings in pairs]
+        try:
+            streams = [self.model.stream(prompt, **settings) for prompt, settings in pairs]
+        except (TypeError, ValueError) as error:
+            raise ask.fault(error) from error
         for stream in streams:
             stream.take_place(place)
         return streams
@@ -234,9 +248,12 @@ class App:
         for stream in streams:
             begun = time.monotonic()
             async with _asynchronous(stream) as chunks:
-                if await anext(chunks, None) is not None:
+                if (chunk := await anext(chunks, None)) is not None:
                     self._measure(stream, begun)
-                done.append(await chunks.completion())
+                    answer.take(len(done), chunk)
+                for chunk in await chunks.rest():
+                    answer.take(len(done), chunk)
+                done.append(stream.so_far())
                 self.metrics.completion(done[-1])
         place.leave()  # whoever has the answer finds it free
         await exchange.json(answer.whole(done))
@@ -304,8 +321,8 @@ class App:
 
     async def _health(self, request: Request) -> Response:
         closed = self.model._engine.closed
-        state = {"status": "closed" if closed else "ok", "model": self.name}
-        state |= {"running": str(self.scheduler.active), "waiting": str(self.scheduler.waiting)}
+        state: dict[str, Any] = {"status": "closed" if closed else "ok", "model": self.name}
+        state |= {"running": self.scheduler.active, "waiting": self.scheduler.waiting}
         return JSONResponse(state, 503 if closed else 200)
 
     async def _metrics(self, request: Request) -> Response:
@@ -363,7 +380,7 @@ def dialects_of(config: Config, model: Model) -> list[Dialect]:
     """Return the endpoints that write answers."""
 
     def encode(text: str) -> list[int]:
-        return model.tokenizer.encode(text, markers=True)
+        return model.tokenizer.encode(text, markers=True, most=model._engine.context)
 
     return [Chat(config), Completions(config, encode), Responses(config), Messages(config)]
 

@@ -1,5 +1,6 @@
 """OpenAI's chat completions."""
 
+import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import msgspec
 
 from lily.completion import Chunk, Completion
 from lily.logprobs import TokenLogprob
+from lily.sampling import SamplingArguments
 from lily.server.dialect import (
     Answer,
     Ask,
@@ -15,6 +17,7 @@ from lily.server.dialect import (
     budget_of,
     given,
     now,
+    place_of_schema,
     schema_of,
     thinking_of,
     timings_of,
@@ -32,15 +35,13 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ChatRequest(msgspec.Struct):
-    """The fields that are read."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """The fields that chat completions and plain ones have in common."""
 
-    messages: list[dict[str, Any]]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -52,16 +53,23 @@ class ChatRequest(msgspec.Struct):
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    thinking_budget: int | None = None
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """The fields that are read."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     thinking: bool | dict[str, Any] | None = None
-    thinking_budget: int | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -124,7 +132,10 @@ class Chat(Dialect):
             **schema_of("response_format", request.response_format),
         )
         seeded = [settings if i == 0 else {**settings, "seed": _seed(settings, i)} for i in range(n)]
-        return Ask([request.messages] * n, seeded, request.model or "", bool(request.stream))
+        places = place_of_schema("response_format", request.response_format)
+        if request.max_completion_tokens is not None:
+            places["max_tokens"] = "max_completion_tokens"
+        return Ask([request.messages] * n, seeded, request.model or "", bool(request.stream), places=places)
 
     def answer(self, request: ChatRequest, ask: Ask) -> "ChatAnswer":
         """Return what writes the answer."""
@@ -142,13 +153,9 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def sampling_of(request: Any) -> dict[str, Any]:
+def sampling_of(request: SampledRequest) -> dict[str, Any]:
     """Return the fields of sampling that OpenAI's dialects share with Model.generate."""
-    names = (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed",
-    )  # fmt: skip
-    return {name: getattr(request, name, None) for name in names}
+    return {name: getattr(request, name) for name in SamplingArguments.__annotations__}
 
 
 class ChatAnswer(Answer):
@@ -202,20 +209,15 @@ class ChatAnswer(Answer):
     def _trimmed(self, index: int, found: list[TokenLogprob], thought: bool) -> list[dict[str, Any]]:
         if thought:
             self._begun.add(-1 - index)  # there are thoughts before it
-        while (
-            found
-            and index not in self._begun
-            and -1 - index in self._begun
-            and not found[0].utf8.strip(b"\n")
-        ):
-            found.pop(0)
+        if index not in self._begun and -1 - index in self._begun:
+            found = behind_break(found)
         if found:
             self._begun.add(index)
         return [logprob(each) for each in found]
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return a choice's last event."""
-        yield self._event(index, {}, done.finish_reason or "stop")
+        yield self._event(index, {}, done.finish_reason or "stop", seed=done.seed)
 
     def close(self, done: Sequence[Completion]) -> Iterable[bytes]:
         """Return the usage, if it is asked for, and the end."""
@@ -258,6 +260,11 @@ class ChatAnswer(Answer):
             "logprobs": logprobs,
             "seed": done.seed,
         }
+
+
+def behind_break(tokens: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Return the tokens of a text behind thoughts, without the newlines that part them."""
+    return list(itertools.dropwhile(lambda each: not each.utf8.strip(b"\n"), tokens))
 
 
 def logprob(token: TokenLogprob) -> dict[str, Any]:

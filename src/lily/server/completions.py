@@ -4,45 +4,37 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from lily.completion import Chunk, Completion
 from lily.logprobs import TokenLogprob
-from lily.server.chat import MOST_CHOICES, MOST_TOP_LOGPROBS, StreamOptions, first, sampling_of
+from lily.server.chat import MOST_CHOICES, MOST_TOP_LOGPROBS, SampledRequest, first, sampling_of
 from lily.server.config import Config
-from lily.server.dialect import Answer, Ask, Dialect, given, now, schema_of, timings_of, usage_of
+from lily.server.dialect import (
+    Answer,
+    Ask,
+    Dialect,
+    given,
+    now,
+    place_of_schema,
+    schema_of,
+    timings_of,
+    usage_of,
+)
 from lily.server.errors import ApiError, invalid
 from lily.server.exchange import event
 
 
-class CompletionRequest(msgspec.Struct):
+class CompletionRequest(SampledRequest, kw_only=True):
     """The fields that are read."""
 
     prompt: str | list[str | int | list[int]]
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
     logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    thinking_budget: int | None = None
 
 
 class Completions(Dialect):
     """POST /v1/completions. The prompt is taken as it is, its markers as tokens: no template is applied."""
 
     path = "/v1/completions"
+    prompt_field = "prompt"
     request = CompletionRequest
     refused = {"echo": (False,), "suffix": ("",), "best_of": (1,)}  # noqa: RUF012
     ignored = ("user",)
@@ -73,7 +65,8 @@ class Completions(Dialect):
         seeded = [settings for _ in several]
         if "seed" in settings:
             seeded = [{**settings, "seed": (settings["seed"] + i % n) % 2**64} for i in range(len(several))]
-        return Ask(several, seeded, request.model or "", bool(request.stream))
+        places = place_of_schema("response_format", request.response_format)
+        return Ask(several, seeded, request.model or "", bool(request.stream), places=places)
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         whole = isinstance(prompt, str) or all(isinstance(each, int) for each in prompt)
@@ -133,7 +126,7 @@ class CompletionAnswer(Answer):
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return a choice's last event."""
-        yield self._event(index, "", done.finish_reason or "stop")
+        yield self._event(index, "", done.finish_reason or "stop", seed=done.seed)
 
     def close(self, done: Sequence[Completion]) -> Iterable[bytes]:
         """Return the usage, if it is asked for, and the end."""

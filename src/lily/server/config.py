@@ -2,7 +2,9 @@
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,13 @@ class Config:
     write_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        """Check what could harm.
+        """Check each setting.
 
-        Raises ValueError for an empty key, and for an address that others can reach without one.
+        Raises TypeError or ValueError for one that can't be, and for an address that others can reach without
+        a key.
         """
+        for each in fields(self):
+            _check(each.name, each.type, getattr(self, each.name))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise ValueError("api_key: wanted ASCII characters; generate one, or leave it out")
         if not self.api_key and not self.allow_public and not is_loopback(self.host):
@@ -57,11 +62,30 @@ class Config:
                 f"host: {self.host} can be reached from other machines, and there is no key; set api_key "
                 "(--api-key, LILY_API_KEY), or allow_public (--allow-public) if something else protects it"
             )
-        for name in ("body_bytes", "depth", "messages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
-        if self.keep_alive <= 0:
-            raise ValueError(f"keep_alive: wanted more than 0 seconds, got {self.keep_alive}")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port: wanted 0 to 65535, got {self.port}")
+        for name in ("body_bytes", "depth", "messages", "tools", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: wanted at least 1, got {value}")
+        for name in ("keep_alive", "body_seconds", "write_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: wanted more than 0 seconds, got {getattr(self, name)}")
+
+
+def _check(name: str, wanted: Any, value: object) -> None:
+    """Raise TypeError unless a value is of the type that a setting is declared with."""
+    for kind in get_args(wanted) if get_origin(wanted) is UnionType else (wanted,):
+        origin = get_origin(kind) or kind
+        if origin is tuple:
+            if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+                return
+        elif isinstance(value, bool):
+            if origin is bool:
+                return
+        elif isinstance(value, (int, float) if origin is float else origin):
+            return
+    said = wanted if get_origin(wanted) else wanted.__name__
+    raise TypeError(f"{name}: wanted {said}, got {type(value).__name__}")
 
 
 def is_loopback(host: str) -> bool:

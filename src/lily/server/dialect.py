@@ -27,6 +27,8 @@ class Ask:
 
     prompts: one a generation: messages, or token ids.  settings: Model.stream's arguments, one dict a prompt.
     model: str, the name to answer with.  stream: bool.  headers: more headers of the answer.
+    places: the request's paths of what errors of the library have another name for: an argument, or
+        "messages[3]", or "tools[1].function".
     """
 
     prompts: list[Any]
@@ -34,6 +36,15 @@ class Ask:
     model: str
     stream: bool
     headers: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def fault(self, error: TypeError | ValueError) -> Exception:
+        """Return an error of the library's by the names that the request has for things."""
+        said = str(error)
+        for name in sorted(self.places, key=len, reverse=True):
+            if said.startswith(name) and said[len(name) : len(name) + 1] in (":", ".", "["):
+                return type(error)(self.places[name] + said[len(name) :])
+        return error
 
 
 class Answer:
@@ -48,6 +59,9 @@ class Answer:
     def chunk(self, index: int, chunk: Chunk) -> Iterable[bytes]:
         """Return the events of a piece of the index-th generation."""
         raise NotImplementedError
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        """Take a piece in of an answer that doesn't stream, where its whole depends on the pieces' order."""
 
     def end(self, index: int, done: Completion) -> Iterable[bytes]:
         """Return the events that end a generation."""
@@ -70,6 +84,7 @@ class Dialect:
     """An endpoint's requests and answers."""
 
     path: ClassVar[str]
+    prompt_field: ClassVar[str] = "messages"
     request: ClassVar[type[msgspec.Struct]]
     # Fields that are refused unless they have one of these values, beside null.
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -161,6 +176,21 @@ def budget_of(thinking: object, top: int | None = None) -> int | None:
     if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
         raise invalid("thinking.budget_tokens", f"wanted an int, got {found!r:.40}")
     return found
+
+
+def places_of_tools(where: Sequence[str], schema: str) -> dict[str, str]:
+    """Return the paths of tools that have a function's name and schema, so called, beside their type."""
+    found: dict[str, str] = {}
+    for i, place in enumerate(where):
+        found |= {f"tools[{i}].function": place, f"tools[{i}].function.parameters": f"{place}.{schema}"}
+    return found
+
+
+def place_of_schema(where: str, asked: object) -> dict[str, str]:
+    """Return the paths of what schema_of returns."""
+    inner = isinstance(asked, Mapping) and isinstance(asked.get("json_schema"), Mapping)
+    schema = f"{where}.json_schema.schema" if inner else f"{where}.schema"
+    return {"schema": schema, "regex": f"{where}.regex", "grammar": f"{where}.grammar"}
 
 
 def schema_of(where: str, asked: object) -> dict[str, Any]:

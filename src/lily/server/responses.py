@@ -1,14 +1,27 @@
 """OpenAI's responses, without a store: every request brings its whole conversation."""
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from lily.completion import Chunk, Completion
-from lily.server.chat import MOST_TOP_LOGPROBS, first, logprob
-from lily.server.dialect import Answer, Ask, Dialect, given, now, prompt_details, schema_of, thinking_of
+from lily.server.chat import MOST_TOP_LOGPROBS, behind_break, first, logprob
+from lily.server.dialect import (
+    Answer,
+    Ask,
+    Dialect,
+    given,
+    now,
+    place_of_schema,
+    places_of_tools,
+    prompt_details,
+    schema_of,
+    thinking_of,
+)
 from lily.server.errors import ApiError, invalid, unsupported
 from lily.server.exchange import event
 
@@ -38,6 +51,7 @@ class Responses(Dialect):
     """POST /v1/responses."""
 
     path = "/v1/responses"
+    prompt_field = "input"
     request = ResponsesRequest
     refused = {  # noqa: RUF012
         "previous_response_id": (),
@@ -59,13 +73,14 @@ class Responses(Dialect):
             [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
         )
         self.limits("input", items, request.tools)
-        tools, _, dropped = _tools(request.tools or [])
+        tools = _tools(request.tools or [])
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:
             raise invalid("top_logprobs", f"wanted 0 to {MOST_TOP_LOGPROBS}, got {request.top_logprobs}")
         wanted = "message.output_text.logprobs" in (request.include or ())
-        messages = _messages(items)
+        messages, where = _messages(items, tools.spaces)
         if request.instructions:
             messages.insert(0, {"role": "system", "content": request.instructions})
+            where.insert(0, "instructions")
         kwargs = request.chat_template_kwargs
         settings = given(
             max_tokens=first(request.max_output_tokens, self.config.max_tokens),
@@ -73,42 +88,69 @@ class Responses(Dialect):
             top_p=request.top_p,
             logprobs=True if wanted else None,
             top_logprobs=request.top_logprobs if wanted else None,
-            tools=tools or None,
-            tool_choice=_choice(request.tool_choice) if tools else None,
+            tools=tools.functions or None,
+            tool_choice=_choice(request.tool_choice) if tools.functions else None,
             parallel_tool_calls=request.parallel_tool_calls,
             thinking=first(thinking_of(kwargs, reasoning=request.reasoning), self.config.thinking),
             template_kwargs=kwargs,
             **schema_of("text.format", (request.text or {}).get("format")),
         )
-        headers = {"x-lily-ignored-tools": ", ".join(sorted(dropped))} if dropped else {}
-        return Ask([messages], [settings], request.model or "", bool(request.stream), headers)
+        headers = {"x-lily-ignored-tools": ", ".join(sorted(tools.dropped))} if tools.dropped else {}
+        places = {
+            **{f"messages[{i}]": place for i, place in enumerate(where)},
+            **places_of_tools(tools.places, "parameters"),
+            **place_of_schema("text.format", (request.text or {}).get("format")),
+            "max_tokens": "max_output_tokens",
+            "messages": "input",
+            "prompt": "input",
+        }
+        return Ask([messages], [settings], request.model or "", bool(request.stream), headers, places)
 
     def answer(self, request: ResponsesRequest, ask: Ask) -> "ResponsesAnswer":
         """Return what writes the answer."""
         return ResponsesAnswer(request, ask)
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
-    """Return functions as chat completions have them, the namespaces of some, and the kinds left out."""
-    functions: list[dict[str, Any]] = []
-    spaces: dict[str, str] = {}
-    dropped: set[str] = set()
+@dataclass(slots=True)
+class _Tools:
+    """Functions as chat completions have them, their paths and namespaces, and the kinds left out."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    spaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # by the model's name: space and name
+    dropped: set[str] = field(default_factory=set)
+
+    def add(self, where: str, tool: Mapping[str, Any]) -> None:
+        self.functions.append(_function(where, tool))
+        self.places.append(where)
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> _Tools:
+    found = _Tools()
+    spaces: dict[int, str] = {}  # by the number of the function
     for i, tool in enumerate(tools):
         kind = tool.get("type")
         if kind == "function":
-            functions.append(_function(f"tools[{i}]", tool))
+            found.add(f"tools[{i}]", tool)
         elif kind == "namespace" and isinstance(tool.get("tools"), list):
             for j, inner in enumerate(tool["tools"]):
                 if isinstance(inner, Mapping) and inner.get("type") == "function":
-                    functions.append(_function(f"tools[{i}].tools[{j}]", inner))
-                    spaces[functions[-1]["function"]["name"]] = str(tool.get("name"))
+                    found.add(f"tools[{i}].tools[{j}]", inner)
+                    spaces[len(found.functions) - 1] = str(tool.get("name"))
                 else:
-                    dropped.add("namespace")
+                    found.dropped.add("namespace")
         elif isinstance(kind, str):
-            dropped.add("".join(c for c in kind[:64] if c.isascii() and (c.isalnum() or c in "_-.")))
+            found.dropped.add("".join(c for c in kind[:64] if c.isascii() and (c.isalnum() or c in "_-.")))
         else:
             raise invalid(f"tools[{i}].type", f"wanted function, got {kind!r:.40}")
-    return functions, spaces, dropped
+    often = Counter(tool["function"]["name"] for tool in found.functions)
+    for i, space in spaces.items():
+        function = found.functions[i]["function"]
+        name = function["name"]
+        if often[name] > 1:  # the model has to tell them apart
+            function["name"] = f"{space}.{name}"
+        found.spaces[function["name"]] = (space, name)
+    return found
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,9 +169,13 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
     return choice
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return items as messages; what the assistant did in a row is one message."""
+def _messages(
+    items: Sequence[Mapping[str, Any]], spaces: Mapping[str, tuple[str, str]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return items as messages, and their paths; what the assistant did in a row is one message."""
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    names = {space_and_name: name for name, space_and_name in spaces.items()}
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1]["role"] != "assistant":
@@ -148,14 +194,16 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 assistant()["reasoning_content"] = said
         elif kind == "function_call":
             call = {"id": item.get("call_id"), "type": "function"}
-            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = names.get((str(item.get("namespace")), str(item.get("name"))), item.get("name"))
+            call["function"] = {"name": name, "arguments": item.get("arguments")}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "content": item.get("output")}
             messages.append(result | {"tool_call_id": item.get("call_id")})
         else:
             raise unsupported(f"{where}.type", f"{kind!r:.60} is an item of another server's; leave it out")
-    return messages
+        places += [where] * (len(messages) - len(places))
+    return messages, places
 
 
 def _add_message(where: str, item: Mapping[str, Any], messages: list[dict[str, Any]], assistant: Any) -> None:
@@ -174,11 +222,10 @@ class ResponsesAnswer(Answer):
 
     def __init__(self, request: ResponsesRequest, ask: Ask) -> None:
         """Begin an answer."""
-        self._spaces = _tools(request.tools or [])[1]
+        self._spaces = _tools(request.tools or []).spaces
         self._number = -1
         self._items: list[dict[str, Any]] = []
         self._open = False
-        self._logprobs: list[dict[str, Any]] = []
         self._response = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -224,8 +271,10 @@ class ResponsesAnswer(Answer):
                 summary_index=0,
                 delta=chunk.reasoning,
             )
-        tokens = [logprob(each) for each in (chunk.logprobs or ())[chunk.reasoning_tokens :]]
         if chunk.text:
+            behind_thoughts = bool(self._items) and self._items[-1]["type"] == "reasoning"
+            found = (chunk.logprobs or ())[chunk.reasoning_tokens :]
+            tokens = [logprob(each) for each in (behind_break(found) if behind_thoughts else found)]
             yield from self._enter("message")
             part = self._items[-1]["content"][0]
             part["text"] += chunk.text
@@ -246,6 +295,11 @@ class ResponsesAnswer(Answer):
                 yield self._event(
                     "response.function_call_arguments.delta", **self._place(), delta=delta.arguments
                 )
+
+    def take(self, index: int, chunk: Chunk) -> None:
+        """Put a piece into the item that it belongs to."""
+        for _ in self.chunk(index, chunk):
+            pass
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -330,15 +384,13 @@ class ResponsesAnswer(Answer):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Return a response."""
         (answer,) = done
-        for _ in self.chunk(0, _all_of(answer)):
-            pass
         for _ in self.end(0, answer):
             pass
         self._finish(answer)
         return self._response
 
 
-def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, str]) -> dict[str, Any]:
+def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     item: dict[str, Any] = {"type": kind, "status": "in_progress"}
     if kind == "reasoning":
         summary = [{"type": "summary_text", "text": ""}]
@@ -346,15 +398,6 @@ def _item(kind: str, key: str, name: str | None, spaces: Mapping[str, str]) -> d
     if kind == "message":
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return item | {"id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "content": [part]}
+    space, name = spaces.get(name or "", (None, name))
     item |= {"id": f"fc_{secrets.token_hex(12)}", "call_id": key, "name": name, "arguments": ""}
-    return item | ({"namespace": spaces[name]} if name is not None and name in spaces else {})
-
-
-def _all_of(done: Completion) -> Chunk:
-    """Return a whole answer as one piece."""
-    from lily.toolcalls import ToolCallDelta
-
-    deltas = tuple(
-        ToolCallDelta(i, call.arguments, call.id, call.name) for i, call in enumerate(done.tool_calls)
-    )
-    return Chunk(done.text, done.tokens, done.reasoning, done.logprobs, deltas, done.usage.reasoning_tokens)
+    return item | ({} if space is None else {"namespace": space})
