@@ -1,7 +1,11 @@
-"""Lily beside transformers, in the same process, by turns, on the same shape and the same tokens.
+"""Lily beside transformers or llama.cpp, by turns, on the same shape and the same tokens.
 
     python -m bench.peers DIRECTORY [--option device=cuda --option kernels=FILE ...] [--torch-device cuda]
                           [--lengths 512,2K,4K] [--steps 32] [--rounds 3] [--record [FILE]]
+                          [--llama FILE.gguf --llama-python VENV/bin/python [--threads 2]]
+
+With --llama the peers are two of llama.cpp, its weights repacked and not, on a file of the same shape and as
+many bits. Otherwise the peer is transformers:
 
 transformers cannot read MLX's files, so it gets the shape of DIRECTORY's config.json with random weights of
 its own, in bfloat16: four times the bytes of the 4-bit checkpoint. Routing is then even, whatever the
@@ -11,6 +15,7 @@ checkpoint's is. It runs as it comes, without compilation; which kernels it foun
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -19,6 +24,7 @@ from typing import Any
 
 import lily
 from bench import record, run
+from bench.llama import Llama
 from bench.speed import lengths, option
 from bench.synthetic_config import describe
 from lily import _core, speed
@@ -100,20 +106,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="samples of each case")
     parser.add_argument("--torch-device", default="cpu", help="where torch runs: cpu, cuda")
     parser.add_argument("--option", type=option, action="append", default=[], help="of Lily, NAME=VALUE")
+    parser.add_argument("--llama", type=Path, metavar="FILE", help="the same shape as GGUF, for llama.cpp")
+    parser.add_argument("--llama-python", default=sys.executable, help="that has llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     record.add_option(parser)
     given = parser.parse_args(arguments)
     if given.steps < 1 or given.rounds < 1 or not given.lengths:
         parser.error("wanted at least one step, one round and one length")
+    peers: list[Transformers | Llama] = []
     try:
-        peer = Transformers(given.directory, given.torch_device)
+        if given.llama:
+            context = max(given.lengths) + given.steps + 64
+            for plain in (False, True):
+                peers.append(Llama(given.llama_python, given.llama, given.threads, context, plain))
+        else:
+            peers.append(Transformers(given.directory, given.torch_device))
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"transformers cannot be used: {error}") from error
 
     weights = _core.Weights(str(given.directory))
     session = _core.Session(weights, dict(given.option))
-    runners: list[speed.Runner] = [speed.Lily(session, lily.__version__), peer]
-    about = {**describe(given.directory), "device": session.device}
-    print(f"{given.directory}: {about}; {peer.name}: {peer.note}")
+    runners: list[speed.Runner] = [speed.Lily(session, lily.__version__), *peers]
+    rest = {name: value for name, value in given.option if name not in ("device", "kernels")}
+    about = {**describe(given.directory), "device": session.device, **rest}
+    notes = {peer.name: peer.note for peer in peers}
+    print(f"{given.directory}: {about}; {notes}")
     rows = speed.sweep(runners, given.lengths, weights.config["vocab"], given.steps, given.rounds)
     for case, unit, samples in cases(rows):
         record.keep(
@@ -123,9 +140,12 @@ def main(arguments: list[str] | None = None) -> None:
             unit=unit,
             samples=samples,
             options=about,
-            note="" if case.startswith(f"{runners[0].name}, ") else peer.note,
+            note=next((note for name, note in notes.items() if name in case), ""),
             device=session.device,
         )
+    for peer in peers:
+        if isinstance(peer, Llama):
+            peer.close()
     ratios = [statistics.median(samples) for _, unit, samples in cases(rows) if unit == "x"]
     print(f"Lily is {min(ratios):.3g} to {max(ratios):.3g} times as fast")
 

@@ -567,6 +567,9 @@ void bind_session(nb::module_& m) {
             "threads", [](PySession& s) { return s.session->ops().threads(); },
             "Threads that share the work.")
         .def_prop_ro(
+            "packed_bytes", [](PySession& s) { return s.session->ops().packed_bytes(); },
+            "Bytes of matrices that are kept in another order than the files'; 0 where they are used in place.")
+        .def_prop_ro(
             "scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
             "Bytes allocated besides weights and states; fixed when the session is made.")
         .def_prop_ro(

@@ -116,8 +116,9 @@ struct Ops {
     virtual const Activations& activations() const = 0;
     virtual std::string name() const = 0;  // the backend and the code path it chose, "cpu avx512"
     virtual int threads() const = 0;
-    virtual int recurrent_copies() const = 0;  // 2: a step reads one and writes the other
-    virtual size_t scratch_bytes() const = 0;  // all it allocated besides weights and states
+    virtual int recurrent_copies() const = 0;          // 2: a step reads one and writes the other
+    virtual size_t packed_bytes() const { return 0; }  // of matrices kept in another order than the files'
+    virtual size_t scratch_bytes() const = 0;          // all it allocated besides those, weights and states
     // A prompt cut at multiples of it, its chunks too, gets the bits of the prompt in one piece.
     virtual int grid() const = 0;
     virtual std::string state_order() const = 0;  // names how it lays out pages and recurrent states

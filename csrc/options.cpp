@@ -99,10 +99,12 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"simd", ""},
         {"kernels", ""},
         {"resident_seconds", ""},
+        {"repack", ""},  // changes how long loading takes as well
         {"kv", ""},  // changes what is kept, and is judged by agreement first
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},
         {"speculate", ""},  // depends on the text: bench/speculate.py
+        {"prefill_digits", "2"},
         {"prefill_chunk", "512 1024 4096 8192"},
         {"fixed_blocks_from", "0 1"},
         {"flash_from", "0"},
@@ -151,7 +153,8 @@ std::map<std::string, std::string> Options::values() const {
 void Options::check() const {
     one_of("device", device, "auto cpu metal cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
-    one_of("simd", simd, "auto avx512 avx2 plain");
+    one_of("simd", simd, "auto avx512vnni avx512 avx2 plain");
+    one_of("repack", repack, "auto on off");
     one_of("tiles", tiles, "auto tensor simdgroup");
     one_of("gdn_scan", gdn_scan, "registers packed chunked");
     in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);
@@ -160,6 +163,7 @@ void Options::check() const {
     in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
     in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("prefill_digits", prefill_digits, 2, 3);
     in_range("decode_batch", decode_batch, 1, 32);
     in_range("speculate", speculate, 0, 7);
     in_range("resident_seconds", resident_seconds, 0, 1 << 30);

@@ -197,6 +197,7 @@ Linear Binder::linear(const std::string& module, const Shape& shape) {
         refuse(*weight, "U32 (packed) or BF16, F16, F32", " Use a 4-bit or 8-bit affine conversion.");
     }
     compare(module, out);
+    out.number = weights_.matrices++;
     linears_.push_back(out);
     return out;
 }

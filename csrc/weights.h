@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct Linear {
     int64_t rows = 0;
     int64_t columns = 0;
     int bits = 0;
+    int number = -1;  // among the matrices of these weights; tied ones share it
 };
 
 struct GdnWeights {
@@ -68,6 +70,7 @@ struct LayerWeights {
 };
 
 class MappedFile;
+struct Panels;
 
 // Owns the mappings. Immutable once loaded, so any number of sessions may share it.
 struct Weights {
@@ -84,9 +87,35 @@ struct Weights {
     std::string
         fingerprint;  // of config, tensor table and samples; equal for equal checkpoints, however sharded
 
+    int matrices = 0;  // how many Linear::number there are
+
     std::vector<std::shared_ptr<MappedFile>> files;
     std::vector<std::unique_ptr<float[]>> widened;  // the float32 copies of small vectors
+
+    // The matrices once more, as the CPU's sessions read them fastest; shared by those that do. See
+    // cpu/panels.h.
+    mutable std::mutex panels_mutex;
+    mutable std::weak_ptr<const Panels> panels;
 };
+
+// Calls function(Linear) for every matrix that inputs are multiplied with.
+template <class Function>
+void for_each_matrix(const Weights& weights, const Function& function) {
+    for (const LayerWeights& layer : weights.layers) {
+        const GdnWeights& g = layer.gdn;
+        const AttentionWeights& a = layer.attn;
+        const MoeWeights& m = layer.moe;
+        if (layer.attention) {
+            for (const Linear* w : {&a.q, &a.k, &a.v, &a.out}) function(*w);
+        } else {
+            for (const Linear* w : {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out}) function(*w);
+        }
+        for (const Linear* w : {&m.router, &m.gate, &m.up, &m.down, &m.shared_gate, &m.shared_up,
+                                &m.shared_down, &m.shared_expert_gate})
+            function(*w);
+    }
+    function(weights.head);
+}
 
 // Checks every file before reading any weight, and then reads the small vectors and a line of each matrix
 // only. Throws ModelFilesError.

@@ -23,7 +23,7 @@ def code_paths() -> list[str]:
     """Return the code paths that this CPU can run; the plain one always can."""
     weights = _core.Weights(str(CHECKPOINTS["tiny"]))
     found = []
-    for simd in ("avx512", "avx2", "plain"):
+    for simd in ("avx512vnni", "avx512", "avx2", "plain"):
         try:
             _core.Session(weights, {"simd": simd})
         except errors.DeviceError:
@@ -61,14 +61,23 @@ def backends() -> list[str]:
     """
     gpus = [] if rungs.why_left_out("metal") else ["sim"]
     gpus += ["cuda"] if "LILY_PTX" in os.environ else []
-    return [*code_paths(), *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
+    cpus = [
+        path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd
+    ]
+    return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
+
+
+def can_pack(simd: str) -> bool:
+    """Tell whether a code path keeps matrices in an order of its own."""
+    weights = _core.Weights(str(CHECKPOINTS["small"]))
+    return _core.Session(weights, {"simd": simd, "repack": "on"}).packed_bytes > 0
 
 
 def options_of(backend: str) -> dict[str, str]:
     """Return the options that choose a backend."""
     device, _, kind = backend.partition(" ")
-    if not kind:
-        return {"device": "cpu", "simd": backend}
+    if device in code_paths():
+        return {"device": "cpu", "simd": device, "repack": "on" if kind == "packed" else "off"}
     file = os.environ["LILY_PTX"] if device == "cuda" else metal() if device == "metal" else kernels()
     return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})
 

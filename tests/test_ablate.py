@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unsanitized
 TINY = CHECKPOINTS["tiny"]
 # What says where and for whom a model runs, or what it keeps, and is no way to compute the same thing faster.
 NO_TECHNIQUE = {
-    *("device", "threads", "simd", "kernels", "kv", "decode_batch", "checkpoint_tokens"),
+    *("device", "threads", "simd", "repack", "kernels", "kv", "decode_batch", "checkpoint_tokens"),
     "speculate",  # bench/speculate.py: its gain depends on the text
 }
 

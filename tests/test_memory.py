@@ -13,7 +13,13 @@ from support import CHECKPOINTS, backends, options_of
 ASK = {"stop_tokens": (), "reuse": "off"}
 
 
-@pytest.fixture(params=[name for name in backends() if name in ("avx512", "plain", "sim rows", "cuda rows")])
+@pytest.fixture(
+    params=[
+        name
+        for name in backends()
+        if name in ("avx512vnni packed", "avx512", "plain", "sim rows", "cuda rows")
+    ]
+)
 def model(request: pytest.FixtureRequest) -> Iterator[lily.Model]:
     options = {"threads": 2, **options_of(request.param)}
     with lily.Model.load(CHECKPOINTS["tiny"], **options) as model:

@@ -16,37 +16,42 @@ void CpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
 }
 
 // RoPE on the first R dimensions of a head; dimension i turns with dimension i + R / 2.
-void CpuOps::rotate(float* head, int64_t position) const {
+// turn: (R) cosines, then sines, of the position.
+void CpuOps::rotate(float* head, const float* turn) const {
     const int half = c_.rotary_dim / 2;
     for (int i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position) * frequency_[static_cast<size_t>(i)];
-        const auto cosine = static_cast<float>(std::cos(angle)), sine = static_cast<float>(std::sin(angle));
         const float a = head[i], b = head[i + half];
-        head[i] = a * cosine - b * sine;
-        head[i + half] = a * sine + b * cosine;
+        head[i] = a * turn[i] - b * turn[half + i];
+        head[i + half] = a * turn[half + i] + b * turn[i];
     }
 }
 
 // Norms and turns a row's queries and keys, and writes its keys and values into their page.
 void CpuOps::place_row(const LayerWeights& layer, const Segment& segment, int t, float* key) {
-    const int Dh = c_.head_dim;
+    const int Dh = c_.head_dim, half = c_.rotary_dim / 2;
     const int64_t r = segment.row + t, position = segment.position + t;
     const float scale = 1.f / std::sqrt(static_cast<float>(Dh));
+    float* turn = key + Dh;
+    for (int i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position) * frequency_[static_cast<size_t>(i)];
+        turn[i] = static_cast<float>(std::cos(angle));
+        turn[half + i] = static_cast<float>(std::sin(angle));
+    }
     for (int h = 0; h < c_.heads; ++h) {
         float* query = query_ + (r * c_.heads + h) * Dh;
         norm(row(a_.qg, r) + static_cast<int64_t>(h) * 2 * Dh, layer.attn.q_norm, query);
-        rotate(query, position);
+        rotate(query, turn);
         for (int d = 0; d < Dh; ++d) query[d] *= scale;
     }
     const int64_t page = position / kPageTokens;
     for (int h = 0; h < c_.kv_heads; ++h) {
         norm(row(a_.k, r) + static_cast<int64_t>(h) * Dh, layer.attn.k_norm, key);
-        rotate(key, position);
+        rotate(key, turn);
         const size_t plane = segment.state->layout().head * static_cast<size_t>(h);
-        kernels_.append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
-                        static_cast<int>(position % kPageTokens), Dh, kv_,
-                        segment.state->keys(layer.index, page) + plane,
-                        segment.state->values(layer.index, page) + plane);
+        kernels_->append(key, row(a_.v, r) + static_cast<int64_t>(h) * Dh,
+                         static_cast<int>(position % kPageTokens), Dh, kv_,
+                         segment.state->keys(layer.index, page) + plane,
+                         segment.state->values(layer.index, page) + plane);
     }
 }
 
@@ -70,9 +75,9 @@ void CpuOps::attend_span(const Segment& segment, int layer, int kv_head, int fir
             const int64_t seen = segment.position + first + i + 1 - page * kPageTokens;
             if (seen <= 0) continue;
             const int64_t r = segment.row + first + i;
-            kernels_.attend(heads, keys, values, std::min<int64_t>(seen, kPageTokens),
-                            query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores,
-                            out + i * result);
+            kernels_->attend(heads, keys, values, std::min<int64_t>(seen, kPageTokens),
+                             query_ + (r * c_.heads + kv_head * heads.heads) * c_.head_dim, scores,
+                             out + i * result);
         }
     }
 }
@@ -83,7 +88,7 @@ void CpuOps::finish_row(int64_t r, int kv_head, const float* result) {
         const int64_t head = static_cast<int64_t>(kv_head) * group + i;
         float* y = row(a_.y, r) + head * Dh;
         for (int d = 0; d < Dh; ++d) y[d] = result[2 + d] / result[1];
-        kernels_.sigmoid_gate(y, row(a_.qg, r) + head * 2 * Dh + Dh, Dh);
+        kernels_->sigmoid_gate(y, row(a_.qg, r) + head * 2 * Dh + Dh, Dh);
     }
 }
 
@@ -109,7 +114,7 @@ void CpuOps::attend_rows(const LayerWeights& layer, const Batch& batch) {
                 attend_span(segment, layer.index, kv_head, first, rows, span, scores, part);
                 for (int i = 0; i < rows; ++i)
                     if (segment.position + first + i >= span * kSpanTokens)
-                        kernels_.merge(whole + i * result, part + i * result, group, c_.head_dim);
+                        kernels_->merge(whole + i * result, part + i * result, group, c_.head_dim);
             }
             for (int i = 0; i < rows; ++i) finish_row(segment.row + first + i, kv_head, whole + i * result);
         });
@@ -137,7 +142,7 @@ void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t
                      const int64_t r = task / c_.kv_heads;
                      float* whole = partial_ + task * spans * result;
                      for (int64_t span = 1; span < spans_of(r, batch.segment_of(r)); ++span)
-                         kernels_.merge(whole, whole + span * result, group, c_.head_dim);
+                         kernels_->merge(whole, whole + span * result, group, c_.head_dim);
                      finish_row(r, static_cast<int>(task % c_.kv_heads), whole);
                  });
 }

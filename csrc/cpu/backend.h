@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/panels.h"
 #include "cpu/threads.h"
 #include "ops.h"
 #include "sample.h"
@@ -24,13 +25,13 @@ struct Inputs {
     const Arranged& of(const Linear& w) const { return by_bits[w.bits / 4]; }
 };
 
-constexpr int kMaxTaps = 16;   // of the convolution
-constexpr int kBlockRows = 8;  // query rows that share a pass over a page of keys and values
-constexpr int kSpanPages = 8;  // pages that one task of split attention takes
+constexpr int kPromptRows = 16;  // from which a prompt's kernels are used
+constexpr int kMaxTaps = 16;     // of the convolution
+constexpr int kBlockRows = 8;    // query rows that share a pass over a page of keys and values
+constexpr int kSpanPages = 8;    // pages that one task of split attention takes
 constexpr int kSpanTokens = kSpanPages * kPageTokens;
-constexpr int kSplitRows = 8;  // rows up to which attention is split over spans
-constexpr int kRowWork = 16;   // what norming and arranging a value costs, in multiplications
-constexpr int kPanel = 32;  // rows multiplied at a time: 32 x 2,048 floats stay in a 1 MB second-level cache
+constexpr int kSplitRows = 8;     // rows up to which attention is split over spans
+constexpr int kRowWork = 16;      // what norming and arranging a value costs, in multiplications
 constexpr int kMaxOutputs = 256;  // outputs of one task: 256 x 2,048 weights of 4 bits fit beside the panel
 
 // y = W x for every row, or silu(W x) * (Up x) when up is set. Output n of row r goes to out + r * stride +
@@ -47,14 +48,16 @@ struct Product {
 
 class CpuOps final : public Ops {
    public:
-    CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels);
+    CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+           const Kernels& steps, const Kernels& prompts);
 
     const Activations& activations() const override { return a_; }
-    std::string name() const override { return std::string("cpu ") + kernels_.name; }
+    std::string name() const override { return std::string("cpu ") + prompts_.name; }
     int threads() const override { return threads_.count(); }
     int recurrent_copies() const override { return 1; }
+    size_t packed_bytes() const override { return panels_->bytes; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
-    int grid() const override { return 1; }
+    int grid() const override { return &steps_ == &prompts_ ? 1 : kPromptRows; }
     std::string state_order() const override { return "cpu"; }
     bool maps_files() const override { return true; }
     void clear_page(std::byte* page, int position) const override;
@@ -62,7 +65,7 @@ class CpuOps final : public Ops {
     Memory allocate(size_t bytes) override;
     void copy(std::byte* to, const std::byte* from, size_t bytes) override;
 
-    void begin(const Batch&) override {}
+    void begin(const Batch&) override;
     void finish() override {}
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
@@ -88,7 +91,7 @@ class CpuOps final : public Ops {
         return activation.as<float>() + r * activation.shape[1];
     }
     const float* norm(const float* x, const Tensor& weight, float* y) const {
-        kernels_.rms_norm(x, weight.as<float>(), weight.shape[0], static_cast<float>(c_.norm_epsilon), y);
+        kernels_->rms_norm(x, weight.as<float>(), weight.shape[0], static_cast<float>(c_.norm_epsilon), y);
         return y;
     }
     // A row of the residual stream, normed for the projections of a step.
@@ -109,7 +112,7 @@ class CpuOps final : public Ops {
             const float* x = fill(r, thread);
             for (int i = 0; i < 3; ++i)
                 if (inputs.by_bits[i].data)
-                    kernels_.arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);
+                    kernels_->arrange(x, columns, 4 * i, arranged_[i] + offset + r * stride);
         });
         return inputs;
     }
@@ -124,7 +127,7 @@ class CpuOps final : public Ops {
     void gates(const LayerWeights&, int64_t r);
     void keep_conv_state(const LayerWeights&, const Segment&);
 
-    void rotate(float* head, int64_t position) const;
+    void rotate(float* head, const float* turn) const;
     void place_row(const LayerWeights&, const Segment&, int t, float* key);
     void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores,
                      float* out);
@@ -139,8 +142,10 @@ class CpuOps final : public Ops {
     void shared_down(const MoeWeights&, const Inputs&, int rows, int64_t first, int64_t outputs);
 
     const Config c_;
-    const Kernels& kernels_;
+    const Kernels &steps_, &prompts_;   // of a row or few, and of prompts
+    const Kernels* kernels_ = &steps_;  // of this pass
     Threads threads_;
+    const std::shared_ptr<const Panels> panels_;
     const int rows_;  // the largest T
     const DType kv_;
 

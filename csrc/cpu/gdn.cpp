@@ -27,12 +27,12 @@ void CpuOps::convolve(const LayerWeights& layer, const Segment& segment, int t) 
         weight[j] = conv_[static_cast<size_t>(layer.index)] + j * channels;
     }
     float* mixed = mixed_ + r * channels;
-    kernels_.conv(rows, weight, taps, channels, mixed);
+    kernels_->conv(rows, weight, taps, channels, mixed);
     for (int h = 0; h < Hk; ++h) {
         float *q = mixed + h * Dk, *k = mixed + (Hk + h) * Dk;
-        kernels_.l2_norm(q, Dk, 1.f / std::sqrt(static_cast<float>(Dk)));
-        kernels_.l2_norm(k, Dk, 1.f);
-        key_query_[r * Hk + h] = kernels_.dot(k, q, Dk);
+        kernels_->l2_norm(q, Dk, 1.f / std::sqrt(static_cast<float>(Dk)));
+        kernels_->l2_norm(k, Dk, 1.f);
+        key_query_[r * Hk + h] = kernels_->dot(k, q, Dk);
     }
 }
 
@@ -66,8 +66,8 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     });
     for (const Segment& segment : batch.segments) keep_conv_state(layer, segment);
 
-    constexpr int kLanesOfTask =
-        64;  // of a head's values: with Dk = 128 their part of S stays in the first-level cache
+    // Of a head's values: with Dk = 128 their part of S, 16 KB, stays in the first-level cache.
+    constexpr int kLanesOfTask = 32;
     const int blocks = (c_.value_dim + kLanesOfTask - 1) / kLanesOfTask;
     const auto segments = static_cast<int64_t>(batch.segments.size());
     const int64_t channels = c_.channels(), keys = static_cast<int64_t>(c_.key_heads) * c_.key_dim;
@@ -95,7 +95,7 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
             .key_dim = c_.key_dim,
             .value_dim = c_.value_dim,
         };
-        kernels_.delta(span, first, std::min(kLanesOfTask, c_.value_dim - first));
+        kernels_->delta(span, first, std::min(kLanesOfTask, c_.value_dim - first));
     });
 }
 
@@ -106,7 +106,7 @@ void CpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
         float* gated = normed_ + r * width;
         for (int64_t head = 0; head < width; head += c_.value_dim)
             norm(row(a_.y, r) + head, w.norm, gated + head);
-        kernels_.swiglu(row(a_.z, r), gated, width, gated);
+        kernels_->swiglu(row(a_.z, r), gated, width, gated);
         return gated;
     });
     multiply({product(w.out, y, a_.x, true)}, batch.rows);

@@ -16,6 +16,9 @@ constexpr int64_t arranged_floats(int64_t columns) {
     return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
 }
 
+constexpr int kPackRows = 32;
+constexpr int kPanel = 64;  // rows multiplied at a time: 64 x 2,048 floats stay in a 1 MB second-level cache
+
 // How a product leaves the kernel: stored, or scaled and added to what is there.
 struct Output {
     float* const* row = nullptr;   // (M) pointers to where output `first` of each row goes
@@ -49,9 +52,15 @@ struct Kernels {
     // Reorders a row of inputs for a weight stored in `bits`, and sums its groups.
     void (*arrange)(const float* x, int64_t columns, int bits, float* out);
 
-    // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x.
-    void (*product)(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M,
-                    Output out);
+    // y[m][n] = W[first + n] . x[m] for `outputs` rows of W and M arranged rows x, at most kPanel of them.
+    // panels: W as pack() lays it out, or null to read it where the file has it; the results are the same.
+    void (*product)(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+                    const float* const* x, int M, Output out);
+
+    // Lays out rows [kPackRows block, kPackRows (block + 1)) of W, at their place in panels of W's size. Null
+    // where products know no such layout.
+    bool (*packs)(const Linear& w);
+    void (*pack)(const Linear& w, int64_t block, std::byte* panels);
 
     // y = x / rms(x) * weight, over n values.
     void (*rms_norm)(const float* x, const float* weight, int64_t n, float epsilon, float* y);
@@ -91,6 +100,8 @@ extern const Kernels kKernelsPlain;
 #if defined(__x86_64__)
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
+extern const Kernels kKernelsAvx512Vnni;
+extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
 #endif
 
 }  // namespace lily

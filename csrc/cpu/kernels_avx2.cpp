@@ -3,6 +3,6 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx2 = LILY_KERNEL_TABLE("avx2");
+const Kernels kKernelsAvx2 = LILY_KERNEL_TABLE("avx2", arrange, product, nullptr, nullptr);
 
 }  // namespace lily

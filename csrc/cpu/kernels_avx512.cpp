@@ -3,6 +3,6 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx512 = LILY_KERNEL_TABLE("avx512");
+const Kernels kKernelsAvx512 = LILY_KERNEL_TABLE("avx512", arrange, product, nullptr, nullptr);
 
 }  // namespace lily

@@ -217,7 +217,8 @@ void product_by_type(DType type, const Linear& w, int64_t first, int64_t outputs
     product_of<F32, kBits>(w, first, outputs, x, M, out);
 }
 
-void product(const Linear& w, int64_t first, int64_t outputs, const float* const* x, int M, Output out) {
+void product(const Linear& w, const std::byte*, int64_t first, int64_t outputs, const float* const* x, int M,
+             Output out) {
     if (w.bits == 4) return product_by_type<4>(w.scales.dtype, w, first, outputs, x, M, out);
     if (w.bits == 8) return product_by_type<8>(w.scales.dtype, w, first, outputs, x, M, out);
     product_by_type<0>(w.weight.dtype, w, first, outputs, x, M, out);
@@ -277,43 +278,62 @@ void conv(const float* const* rows, const float* const* weight, int taps, int64_
     });
 }
 
-// S is read once and written once a token: S k and S q come from the same pass, and
+// S k and S q of a token come from one pass over S, and
 // y = S' q = decay (S q) + d (k . q) with d = beta (v - decay (S k)) and S' = decay S + k d.
+// The pass that makes S' takes the next token's sums of it along, so S is read and written once a token.
 template <int N>
-void delta_lanes(const DeltaSpan& s, int first) {
-    float* S = s.S + first;
+void delta_lanes(const DeltaSpan& s, int first, float* S, int64_t stride) {
+    Floats sk[N], sq[N];
+    for (int n = 0; n < N; ++n) sk[n] = sq[n] = Floats{};
+    for (int i = 0; i < s.key_dim; ++i)
+        for (int n = 0; n < N; ++n) {
+            const Floats row = load(S + i * stride + n * kLanes);
+            sk[n] = fma(row, splat(s.k[i]), sk[n]);
+            sq[n] = fma(row, splat(s.q[i]), sq[n]);
+        }
     for (int t = 0; t < s.tokens; ++t) {
-        const float *q = s.q + t * s.stride, *k = s.k + t * s.stride;
-        Floats sk[N], sq[N];
-        for (int n = 0; n < N; ++n) sk[n] = sq[n] = Floats{};
-        for (int i = 0; i < s.key_dim; ++i)
-            for (int n = 0; n < N; ++n) {
-                const Floats row = load(S + static_cast<int64_t>(i) * s.value_dim + n * kLanes);
-                sk[n] = fma(row, splat(k[i]), sk[n]);
-                sq[n] = fma(row, splat(q[i]), sq[n]);
-            }
+        const float* k = s.k + t * s.stride;
+        const bool last = t + 1 == s.tokens;
+        const float *next_q = s.q + (last ? t : t + 1) * s.stride,
+                    *next_k = s.k + (last ? t : t + 1) * s.stride;
         const Floats decay = splat(s.decay[t * s.gate_stride]), beta = splat(s.beta[t * s.gate_stride]);
         const Floats kq = splat(s.kq[t * s.kq_stride]);
         Floats d[N];
         for (int n = 0; n < N; ++n) {
             d[n] = (load(s.v + t * s.stride + first + n * kLanes) - decay * sk[n]) * beta;
             store(s.y + t * s.y_stride + first + n * kLanes, fma(d[n], kq, decay * sq[n]));
+            sk[n] = sq[n] = Floats{};
         }
         for (int i = 0; i < s.key_dim; ++i)
             for (int n = 0; n < N; ++n) {
-                float* row = S + static_cast<int64_t>(i) * s.value_dim + n * kLanes;
-                store(row, fma(splat(k[i]), d[n], load(row) * decay));
+                float* at = S + i * stride + n * kLanes;
+                const Floats row = fma(splat(k[i]), d[n], load(at) * decay);
+                store(at, row);
+                sk[n] = fma(row, splat(next_k[i]), sk[n]);
+                sq[n] = fma(row, splat(next_q[i]), sq[n]);
             }
     }
 }
 
+// Rows of S lie a multiple of 256 bytes apart, so that few sets of the first-level cache would hold them all:
+// several tokens work on a copy without gaps.
+template <int N>
+void delta_tokens(const DeltaSpan& s, int first) {
+    constexpr int kMostKeys = 256;
+    constexpr int64_t kStride = N * kLanes;
+    float* S = s.S + first;
+    if (s.tokens == 1 || s.key_dim > kMostKeys) return delta_lanes<N>(s, first, S, s.value_dim);
+    alignas(64) float copy[kMostKeys * kStride];
+    for (int i = 0; i < s.key_dim; ++i)
+        std::memcpy(copy + i * kStride, S + static_cast<int64_t>(i) * s.value_dim, kStride * sizeof(float));
+    delta_lanes<N>(s, first, copy, kStride);
+    for (int i = 0; i < s.key_dim; ++i)
+        std::memcpy(S + static_cast<int64_t>(i) * s.value_dim, copy + i * kStride, kStride * sizeof(float));
+}
+
 void delta(const DeltaSpan& span, int first, int lanes) {
-    while (lanes >= 4 * kLanes) {
-        delta_lanes<4>(span, first);
-        first += 4 * kLanes;
-        lanes -= 4 * kLanes;
-    }
-    for (; lanes > 0; lanes -= kLanes, first += kLanes) delta_lanes<1>(span, first);
+    for (; lanes >= 2 * kLanes; lanes -= 2 * kLanes, first += 2 * kLanes) delta_tokens<2>(span, first);
+    for (; lanes > 0; lanes -= kLanes, first += kLanes) delta_tokens<1>(span, first);
 }
 
 // ---- Attention
@@ -345,17 +365,24 @@ template <int Q, int N, class Type>
 void page_values(const void* values, const float* scores, int head_dim, int64_t count, int first, float* out,
                  int64_t stride) {
     Floats total[Q][N];
+#pragma GCC unroll 8
     for (int h = 0; h < Q; ++h)
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[h][n] = load(out + h * stride + first + n * kLanes);
     for (int64_t key = 0; key < count; ++key) {
         Floats value[N];
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) value[n] = Type::vector(values, key * head_dim + first + n * kLanes);
+#pragma GCC unroll 8
         for (int h = 0; h < Q; ++h) {
             const Floats weight = splat(scores[h * kPage + key]);
+#pragma GCC unroll 8
             for (int n = 0; n < N; ++n) total[h][n] = fma(weight, value[n], total[h][n]);
         }
     }
+#pragma GCC unroll 8
     for (int h = 0; h < Q; ++h)
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(out + h * stride + first + n * kLanes, total[h][n]);
 }
 
@@ -467,19 +494,21 @@ void append(const float* key, const float* value, int slot, int head_dim, DType 
 
 }  // namespace
 
-#define LILY_KERNEL_TABLE(title)   \
-    {.name = title,                \
-     .arrange = arrange,           \
-     .product = product,           \
-     .rms_norm = rms_norm,         \
-     .swiglu = swiglu,             \
-     .sigmoid_gate = sigmoid_gate, \
-     .conv = conv,                 \
-     .l2_norm = l2_norm,           \
-     .dot = dot,                   \
-     .delta = delta,               \
-     .attend = attend,             \
-     .merge = merge,               \
+#define LILY_KERNEL_TABLE(title, arrange_, product_, packs_, pack_) \
+    {.name = title,                                                 \
+     .arrange = arrange_,                                           \
+     .product = product_,                                           \
+     .packs = packs_,                                               \
+     .pack = pack_,                                                 \
+     .rms_norm = rms_norm,                                          \
+     .swiglu = swiglu,                                              \
+     .sigmoid_gate = sigmoid_gate,                                  \
+     .conv = conv,                                                  \
+     .l2_norm = l2_norm,                                            \
+     .dot = dot,                                                    \
+     .delta = delta,                                                \
+     .attend = attend,                                              \
+     .merge = merge,                                                \
      .append = append}
 
 }  // namespace lily

@@ -3,6 +3,6 @@
 
 namespace lily {
 
-const Kernels kKernelsPlain = LILY_KERNEL_TABLE("plain");
+const Kernels kKernelsPlain = LILY_KERNEL_TABLE("plain", arrange, product, nullptr, nullptr);
 
 }  // namespace lily

@@ -77,9 +77,9 @@ void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t
             out[m] = a_.hidden.as<float>() + slot * F + first;
             up[m] = up_tile[m];
         }
-        kernels_.product(w.gate, expert * F + first, outputs, x, M, {out, nullptr});
-        kernels_.product(w.up, expert * F + first, outputs, u, M, {up, nullptr});
-        for (int m = 0; m < M; ++m) kernels_.swiglu(out[m], up[m], outputs, out[m]);
+        kernels_->product(w.gate, panels_->at(w.gate), expert * F + first, outputs, x, M, {out, nullptr});
+        kernels_->product(w.up, panels_->at(w.up), expert * F + first, outputs, u, M, {up, nullptr});
+        for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], outputs, out[m]);
     }
 }
 
@@ -115,8 +115,8 @@ void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, 
             out[m] = row(a_.x, slot / c_.experts_per_token) + first;
             scale[m] = a_.weight.as<float>()[slot];
         }
-        kernels_.product(w.down, static_cast<int64_t>(expert) * c_.hidden + first, outputs, x, M,
-                         {out, scale});
+        kernels_->product(w.down, panels_->at(w.down), static_cast<int64_t>(expert) * c_.hidden + first,
+                          outputs, x, M, {out, scale});
     }
 }
 
@@ -132,7 +132,7 @@ void CpuOps::shared_down(const MoeWeights& w, const Inputs& shared, int rows, in
             out[m] = row(a_.x, r + m) + first;
             scale[m] = static_cast<float>(1 / (1 + std::exp(-double(*row(a_.shared_gate, r + m)))));
         }
-        kernels_.product(w.shared_down, first, outputs, x, M, {out, scale});
+        kernels_->product(w.shared_down, panels_->at(w.shared_down), first, outputs, x, M, {out, scale});
     }
 }
 

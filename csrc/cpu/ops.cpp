@@ -20,6 +20,8 @@ constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kMapped = 64 << 10;
 constexpr size_t kCacheLine = 64;
 
+}  // namespace
+
 Memory map_memory(size_t bytes) {
     if (bytes < kMapped) {
         auto* base = static_cast<std::byte*>(std::calloc(1, bytes + kCacheLine));
@@ -35,30 +37,13 @@ Memory map_memory(size_t bytes) {
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
 
-template <class Function>
-void for_each_linear(const Weights& weights, const Function& function) {
-    for (const LayerWeights& layer : weights.layers) {
-        const GdnWeights& g = layer.gdn;
-        const AttentionWeights& a = layer.attn;
-        const MoeWeights& m = layer.moe;
-        if (layer.attention) {
-            for (const Linear* w : {&a.q, &a.k, &a.v, &a.out}) function(*w);
-        } else {
-            for (const Linear* w : {&g.in_qkv, &g.in_z, &g.in_b, &g.in_a, &g.out}) function(*w);
-        }
-        for (const Linear* w :
-             {&m.router, &m.gate, &m.up, &m.shared_gate, &m.shared_up, &m.shared_expert_gate})
-            function(*w);
-    }
-    function(weights.head);
-}
-
-}  // namespace
-
-CpuOps::CpuOps(const Weights& weights, int threads, int rows, DType kv, const Kernels& kernels)
+CpuOps::CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+               const Kernels& steps, const Kernels& prompts)
     : c_(weights.config),
-      kernels_(kernels),
+      steps_(steps),
+      prompts_(prompts),
       threads_(threads),
+      panels_(panels_of(weights, steps, threads_, repack)),
       rows_(rows),
       kv_(kv),
       sample_scratch_(c_.vocab) {
@@ -117,7 +102,7 @@ void CpuOps::size_arranged(const Weights& weights) {
         int64_t& size = floats[static_cast<size_t>(w.bits / 4)];
         size = std::max(size, count);
     };
-    for_each_linear(weights, [&](const Linear& w) { need(w, rows_ * arranged_floats(w.columns)); });
+    for_each_matrix(weights, [&](const Linear& w) { need(w, rows_ * arranged_floats(w.columns)); });
     const int64_t routed = rows_ * c_.experts_per_token * arranged_floats(c_.expert_width);
     for (const LayerWeights& layer : weights.layers) {
         need(layer.moe.down, routed);
@@ -133,6 +118,11 @@ Memory CpuOps::allocate(size_t bytes) {
 
 void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
     std::memcpy(to, from, bytes);
+}
+
+void CpuOps::begin(const Batch& batch) {
+    const bool prompt = batch.segments.size() == 1 && batch.segments[0].choice() >= kPromptRows;
+    kernels_ = prompt ? &prompts_ : &steps_;
 }
 
 void CpuOps::clear_page(std::byte* page, int position) const {
@@ -197,10 +187,11 @@ void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int 
             u[m] = p.up_x.data + (r0 + m) * p.up_x.stride;
             up[m] = up_tile[m];
         }
-        kernels_.product(*p.w, first, outputs, x, M, {out, p.add ? kOnes.data() : nullptr});
+        kernels_->product(*p.w, panels_->at(*p.w), first, outputs, x, M,
+                          {out, p.add ? kOnes.data() : nullptr});
         if (!p.up) continue;
-        kernels_.product(*p.up, first, outputs, u, M, {up, nullptr});
-        for (int m = 0; m < M; ++m) kernels_.swiglu(out[m], up[m], outputs, out[m]);
+        kernels_->product(*p.up, panels_->at(*p.up), first, outputs, u, M, {up, nullptr});
+        for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], outputs, out[m]);
     }
 }
 

@@ -49,7 +49,13 @@ LILY_INLINE Floats load(const float* from) {
     return load_as<Floats>(from);
 }
 LILY_INLINE Floats load_bf16(const void* from) {
+#if defined(__AVX512F__)  // gcc widens a half at a time
+    const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(from));
+    const __m512i words = _mm512_maskz_cvtepu16_epi32(0xffff, halves);
+    return reinterpret_cast<Floats>(reinterpret_cast<Words>(words) << 16);
+#else
     return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+#endif
 }
 LILY_INLINE void store(float* to, Floats v) {
     std::memcpy(to, &v, sizeof v);

@@ -55,6 +55,7 @@ bool wait_awake(const Condition& done) {
 Threads::Threads(int count) : process_(getpid()) {
     if (count == 0) count = cores();
     workers_.reserve(static_cast<size_t>(count - 1));
+    shares_ = std::vector<Share>(static_cast<size_t>(count));
     try {
         for (int thread = 1; thread < count; ++thread)
             workers_.emplace_back([this, thread] { serve(thread); });
@@ -85,7 +86,10 @@ void Threads::start(int64_t tasks, const void* function, Call call) {
     tasks_ = tasks;
     done_.store(0, std::memory_order_relaxed);
     const uint32_t round = round_.load(std::memory_order_relaxed) + 1;
-    left_.store(uint64_t{round} << 32 | static_cast<uint64_t>(tasks), std::memory_order_release);
+    for (int64_t t = 0; t < static_cast<int64_t>(shares_.size()); ++t)
+        shares_[static_cast<size_t>(t)].left.store(
+            uint64_t{round} << 32 | static_cast<uint64_t>(end_of(t) - end_of(t - 1)),
+            std::memory_order_release);
     round_.store(round, std::memory_order_release);
     round_.notify_all();
     take_tasks(0);
@@ -94,16 +98,27 @@ void Threads::start(int64_t tasks, const void* function, Call call) {
     }
 }
 
-void Threads::take_tasks(int thread) {
-    uint64_t left = left_.load(std::memory_order_acquire);
+// Where a thread's tasks end.
+int64_t Threads::end_of(int64_t thread) const {
+    return tasks_ * (thread + 1) / static_cast<int64_t>(shares_.size());
+}
+
+void Threads::take_tasks_of(int owner, int thread) {
+    std::atomic<uint64_t>& share = shares_[static_cast<size_t>(owner)].left;
+    uint64_t left = share.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(left) != 0) {
-        if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
+        if (!share.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
                                          std::memory_order_acquire))
             continue;
-        call_(function_, tasks_ - static_cast<uint32_t>(left), thread);
+        call_(function_, end_of(owner) - static_cast<uint32_t>(left), thread);
         done_.fetch_add(1, std::memory_order_release);
-        left = left_.load(std::memory_order_acquire);
+        left = share.load(std::memory_order_acquire);
     }
+}
+
+void Threads::take_tasks(int thread) {
+    const int count = static_cast<int>(shares_.size());
+    for (int i = 0; i < count; ++i) take_tasks_of((thread + i) % count, thread);
 }
 
 void Threads::serve(int thread) {

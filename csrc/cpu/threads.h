@@ -19,9 +19,10 @@ class Threads {
     int count() const { return static_cast<int>(workers_.size()) + 1; }
 
     // Calls function(task, thread) for every task in [0, tasks), on all threads, and returns when all are
-    // done. The function must not throw. Which thread takes which task is not fixed, so no result may depend
-    // on it. `work` estimates the multiplications of all tasks together: too few to share stay on the calling
-    // thread.
+    // done. The function must not throw. Each thread takes neighbouring tasks, one after the other, as long
+    // as it has any, and then others': what it asks of memory ahead of time it mostly needs. Which thread
+    // takes which task is not fixed, so no result may depend on it. `work` estimates the multiplications of
+    // all tasks together: too few to share stay on the calling thread.
     template <class Function>
     void run(int64_t tasks, int64_t work, const Function& function) {
         if (tasks <= 1 || workers_.empty() || work < kWorthSharing) {
@@ -42,6 +43,8 @@ class Threads {
     void start(int64_t tasks, const void* function, Call call);
     void serve(int thread);
     void take_tasks(int thread);
+    void take_tasks_of(int owner, int thread);
+    int64_t end_of(int64_t thread) const;
 
     std::vector<std::thread> workers_;
     const void* function_ = nullptr;
@@ -51,8 +54,11 @@ class Threads {
     int process_ = 0;  // that the workers belong to
     // Each on a cache line of its own: they are written by different threads at the same time.
     alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<uint64_t> left_{0};  // round << 32 | tasks that nobody has taken yet
     alignas(64) std::atomic<int64_t> done_{0};
+    struct alignas(64) Share {
+        std::atomic<uint64_t> left{0};  // round << 32 | tasks of a thread that nobody has taken yet
+    };
+    std::vector<Share> shares_;  // by thread
 };
 
 }  // namespace lily

@@ -167,6 +167,12 @@ class Session:
         """Threads that share the work."""
 
     @property
+    def packed_bytes(self) -> int:
+        """
+        Bytes of matrices that are kept in another order than the files'; 0 where they are used in place.
+        """
+
+    @property
     def scratch_bytes(self) -> int:
         """
         Bytes allocated besides weights and states; fixed when the session is made.

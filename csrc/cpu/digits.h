@@ -1,0 +1,447 @@
+// Products with matrices of 4 bits by the machine's integer dot products, as exact as float32 ones.
+//
+// A group of 64 inputs becomes integers of 24 bits times a power of two, and those three signed digits of 8
+// bits. A weight is an integer from 0 to 15, so digit times weight sums exactly in 32 bits, four products an
+// instruction where a float32 multiplication is one: three digits cost less than one float32 input. The only
+// roundings are the inputs' (2^-23 of the group's largest) and one addition a group. Two digits, for prompts
+// where the option says so, round inputs to 2^-15 of the group's largest: finer than bfloat16's 2^-9.
+//
+// Lanes are rows of W. Words of kLanes rows are transposed on their way from where the file has them into a
+// panel in the first-level cache, which then meets every row of inputs. Results of a row depend on nothing
+// else.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/kernels_impl.h"
+
+namespace lily {
+namespace {
+
+constexpr int kGroup = 64;                // inputs that share a scale, in the weights and here
+constexpr int kGroupWords = kGroup / 8;   // of 4-bit weights
+constexpr int kScaleGroups = 2 * kLanes;  // groups whose scales are transposed at a time
+constexpr int kPanelGroups = 8;           // groups whose words are
+constexpr int kPanelRows = kLanes / 8;    // vectors of rows in a panel: as many as registers allow
+constexpr int kPanelLanes = kPanelRows * kLanes;
+static_assert(kPanelLanes == kPackRows);
+constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
+constexpr int kRecordsAhead = 4;          // that are asked for before they are used
+constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
+
+// Of a row of inputs: per group the three digits of its 64 inputs, highest first; then the groups' scales;
+// then the groups' sums. A digit's bytes lie as the weights' do: per word of eight the even inputs, then the
+// odd.
+LILY_INLINE const float* scales_of(const float* x, int64_t groups) {
+    return x + kGroupFloats * groups;
+}
+
+template <int D>
+void digits_of_group(const float* x, uint32_t* digits, float* scale, float* total_of) {
+    Floats most = Floats{}, faults = Floats{};
+    for (int i = 0; i < kGroup; i += kLanes) {
+        const Floats v = load(x + i);
+        most = max(max(v, -v), most);
+        faults = fma(v, Floats{}, faults);
+    }
+    float top = 0;
+    for (int lane = 0; lane < kLanes; ++lane) top = most[lane] > top ? most[lane] : top;
+    // With three digits 2^(e - 22) for a largest input of 2^e to 2^(e + 1), less a little so that none
+    // overflows.
+    constexpr uint32_t kBits = 8 * D - 2;
+    uint32_t bits;
+    const float wide = top * 1.01f;
+    std::memcpy(&bits, &wide, 4);
+    uint32_t exponent = bits >> 23;
+    if (exponent < 23) exponent = 23;  // smaller inputs, below 2^-104, lose digits
+    const uint32_t unit_bits = (exponent - kBits) << 23, inverse_bits = (254 - exponent + kBits) << 23;
+    float unit, inverse;
+    std::memcpy(&unit, &unit_bits, 4);
+    std::memcpy(&inverse, &inverse_bits, 4);
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    Ints total = Ints{};
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+        const Floats t = load(x + i * kLanes) * splat(inverse);
+        const Floats half = select(t < Floats{}, splat(-0.5f), splat(0.5f));
+        Ints n = __builtin_convertvector(t + half, Ints);
+        total += n;
+        for (int p = D - 1; p >= 0; --p) {
+            const Ints digit = n << 24 >> 24;
+            const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(digit));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits) + p * kGroup / kLanes + i,
+                             _mm_shuffle_epi8(bytes, order));
+            n = (n - digit) >> 8;
+        }
+    }
+    int32_t sum_of_all = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum_of_all += total[lane];
+    const float fault = sum(faults);  // not zero if an input is not finite: the product shall say so
+    *scale = unit + fault;
+    *total_of = unit * static_cast<float>(sum_of_all) + fault;
+}
+
+template <int D>
+void arrange_digits(const float* x, int64_t columns, int bits, float* out) {
+    if (bits != 4) return arrange(x, columns, bits, out);
+    const int64_t groups = columns / kGroup;
+    float* scales = out + kGroupFloats * groups;
+    for (int64_t g = 0; g < groups; ++g)
+        digits_of_group<D>(x + kGroup * g, reinterpret_cast<uint32_t*>(out + kGroupFloats * g), scales + g,
+                           scales + groups + g);
+}
+
+// sum + the products of four unsigned and four signed bytes a lane, the unsigned at most 15.
+LILY_INLINE Ints dot4(Ints sum, Words weights, Ints digits) {
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
+                                                      reinterpret_cast<__m512i>(weights),
+                                                      reinterpret_cast<__m512i>(digits)));
+}
+
+// Row i's word j becomes row j's word i.
+LILY_INLINE void transpose(Words (&v)[kLanes]) {
+    constexpr __mmask16 kAll = 0xffff;  // gcc 12 warns of the forms without a mask
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = reinterpret_cast<__m512i>(v[i]);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_maskz_unpacklo_epi32(kAll, a[i], a[i + 1]);
+        b[i + 1] = _mm512_maskz_unpackhi_epi32(kAll, a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)  // a[i + j]: word j of each quarter, of rows i to i + 3
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm512_maskz_unpacklo_epi64(0xff, b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_maskz_unpackhi_epi64(0xff, b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i even_low = _mm512_maskz_shuffle_i32x4(kAll, a[j], a[4 + j], 0x88),
+                      odd_low = _mm512_maskz_shuffle_i32x4(kAll, a[j], a[4 + j], 0xdd),
+                      even_high = _mm512_maskz_shuffle_i32x4(kAll, a[8 + j], a[12 + j], 0x88),
+                      odd_high = _mm512_maskz_shuffle_i32x4(kAll, a[8 + j], a[12 + j], 0xdd);
+        v[j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, even_low, even_high, 0x88));
+        v[4 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, odd_low, odd_high, 0x88));
+        v[8 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, even_low, even_high, 0xdd));
+        v[12 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, odd_low, odd_high, 0xdd));
+    }
+}
+
+// A group of columns of kPanelLanes rows of W: word j of every row, then the scales and the biases. A matrix
+// of such records is as large as it was; Scale is uint16_t for bfloat16.
+template <class Scale>
+struct Record {
+    uint32_t words[kGroupWords][kPanelLanes];
+    Scale scales[kPanelLanes], biases[kPanelLanes];
+};
+static_assert(sizeof(Record<uint16_t>) == kPanelLanes * (kGroup / 2 + 2 * sizeof(uint16_t)));
+
+template <class Type>
+using ScaleOf = std::conditional_t<std::is_same_v<Type, Bf16>, uint16_t, float>;
+
+LILY_INLINE Floats scales_at(const uint16_t* from) {
+    return load_bf16(from);
+}
+LILY_INLINE Floats scales_at(const float* from) {
+    return load(from);
+}
+
+// The first bytes of a vector, the rest zeros.
+LILY_INLINE Words load_first(const std::byte* from, int64_t bytes) {
+    const auto mask = bytes >= 64 ? ~__mmask64{0} : (__mmask64{1} << bytes) - 1;
+    return reinterpret_cast<Words>(_mm512_maskz_loadu_epi8(mask, from));
+}
+
+// Rows of a matrix, kLanes of them from `first` on; those past `last` are that one again.
+struct Rows {
+    const std::byte* first;
+    int64_t stride, last;  // bytes; a number of rows after the first
+
+    LILY_INLINE const std::byte* at(int64_t lane) const {
+        return first + (lane < last ? lane : last) * stride;
+    }
+};
+
+// Scales, or biases, of groups [first, first + kScaleGroups).
+template <class Type>
+LILY_INLINE void take_scales(const Rows& rows, int64_t first, int64_t groups, float* to) {
+    constexpr int64_t kStride = kPanelLanes;
+    const int64_t count = groups - first < kScaleGroups ? groups - first : kScaleGroups;
+    if constexpr (std::is_same_v<Type, Bf16>) {
+        Words v[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) v[lane] = load_first(rows.at(lane) + 2 * first, 2 * count);
+        transpose(v);
+        for (int i = 0; 2 * i < count; ++i) {
+            store(to + 2 * i * kStride, reinterpret_cast<Floats>(v[i] << 16));
+            store(to + (2 * i + 1) * kStride, reinterpret_cast<Floats>(v[i] & 0xffff0000u));
+        }
+    } else {
+        for (int lane = 0; lane < kLanes; ++lane)
+            for (int64_t g = 0; g < count; ++g) to[g * kStride + lane] = Type::get(rows.at(lane), first + g);
+    }
+}
+
+// Groups [first, first + count) of kLanes rows of W, at most kPanelGroups, into the lanes from `lane` on of
+// as many records. Rows from `end` on are the last one again.
+template <class Type>
+LILY_INLINE void take_groups(const Linear& w, int64_t row, int64_t end, int64_t first, int count, int lane,
+                             Record<ScaleOf<Type>>* to) {
+    const int64_t words = w.columns / 8, groups = w.columns / kGroup, last = end - 1 - row;
+    const Rows q{w.weight.data + row * words * 4, words * 4, last};
+    for (int word = 0; word < count * kGroupWords; word += kLanes) {
+        Words v[kLanes];
+        for (int i = 0; i < kLanes; ++i) v[i] = words_at(q.at(i), first * kGroupWords + word, words);
+        transpose(v);
+        for (int i = 0; i < kLanes && word + i < count * kGroupWords; ++i)
+            std::memcpy(to[(word + i) / kGroupWords].words[i % kGroupWords] + lane, &v[i], sizeof v[i]);
+    }
+    const int64_t bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
+    const Rows scales{w.scales.data + row * bytes, bytes, last},
+        biases{w.biases.data + row * bytes, bytes, last};
+    if constexpr (std::is_same_v<Type, Bf16>) {
+        constexpr int kHalf = kLanes / 2;  // words that hold the scales of kPanelGroups groups or more
+        Words v[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+            const Words low = load_first(scales.at(i) + 2 * first, 2 * count),
+                        high = load_first(biases.at(i) + 2 * first, 2 * count);
+            v[i] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(0xffff, reinterpret_cast<__m512i>(low),
+                                                                      reinterpret_cast<__m512i>(high), 0x44));
+        }
+        transpose(v);
+        for (int g = 0; g < count; ++g) {
+            const int shift = g % 2 ? 16 : 0;
+            const Halves scale = __builtin_convertvector(v[g / 2] >> shift, Halves),
+                         bias = __builtin_convertvector(v[kHalf + g / 2] >> shift, Halves);
+            std::memcpy(to[g].scales + lane, &scale, sizeof scale);
+            std::memcpy(to[g].biases + lane, &bias, sizeof bias);
+        }
+    } else {
+        for (int i = 0; i < kLanes; ++i)
+            for (int g = 0; g < count; ++g) {
+                to[g].scales[lane + i] = Type::get(scales.at(i), first + g);
+                to[g].biases[lane + i] = Type::get(biases.at(i), first + g);
+            }
+    }
+}
+
+// Adds a group's products, by digits, to the sums so far. unit: of the inputs' group; their sum is at
+// unit[groups].
+template <int D>
+LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, const float* unit,
+                             int64_t groups, Floats total) {
+    // The two lowest digits' sum has 26 bits, the highest's 18.
+    Floats sum = __builtin_convertvector((part[D - 2] << 8) + part[D - 1], Floats);
+    if constexpr (D == 3) sum = fma(__builtin_convertvector(part[0], Floats), splat(65536.f), sum);
+    return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
+}
+
+// N vectors of rows of `count` records, the first of which is group `first`, times M rows of inputs, into the
+// sums so far.
+template <int D, int N, int M, class Scale>
+LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+                                  const float* const* x, float (*sums)[kPanelLanes]) {
+    Floats total[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + n * kLanes);
+    for (int64_t g = 0; g < count; ++g) {
+        const Record<Scale>& record = records[g];
+        const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
+        const int32_t* digits[M];
+        for (int m = 0; m < M; ++m)
+            digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
+        Ints part[M][N][D];
+        for (int m = 0; m < M; ++m)
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
+#pragma GCC unroll 2
+        for (int word = 0; word < kGroupWords; ++word) {
+            // With few rows of inputs, records come from memory as fast as it gives them.
+            if (M <= kStreamRows)
+                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                Words weight[N];
+                for (int n = 0; n < N; ++n)
+                    weight[n] = load_as<Words>(record.words[word] + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
+                for (int m = 0; m < M; ++m)
+                    for (int p = 0; p < D; ++p) {
+                        const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
+                        for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
+                    }
+            }
+        }
+        if (M <= kStreamRows)
+            for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+        for (int m = 0; m < M; ++m) {
+            const float* unit = scales_of(x[m], groups) + first + g;
+            for (int n = 0; n < N; ++n)
+                total[m][n] = add_group(part[m][n], scales_at(record.scales + n * kLanes),
+                                        scales_at(record.biases + n * kLanes), unit, groups, total[m][n]);
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
+}
+
+template <int D, int N, class Scale>
+void multiply_rows(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+                   const float* const* x, int M, float (*sums)[kPanelLanes]) {
+    constexpr int kTileRows = 12 / D;  // rows of inputs that share an unpacked weight: as registers allow
+    int m = 0;
+    for (; m + kTileRows <= M; m += kTileRows)
+        multiply_records<D, N, kTileRows>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 5) multiply_records<D, N, 5>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 4) multiply_records<D, N, 4>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 3) multiply_records<D, N, 3>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 2) multiply_records<D, N, 2>(records, first, count, groups, x + m, sums + m);
+    if (M - m == 1) multiply_records<D, N, 1>(records, first, count, groups, x + m, sums + m);
+}
+
+LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
+    for (int m = 0; m < M; ++m) {
+        float* to = out.row[m] + at;
+        for (int64_t i = 0; i < rows; ++i) to[i] = out.scale ? to[i] + out.scale[m] * sums[m][i] : sums[m][i];
+    }
+}
+
+// Rows [row, row + N kLanes) of W, of which those before `end` exist, times M rows of inputs.
+template <int D, int N, class Type>
+void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t end, int64_t first,
+                  const float* const* x, int M, const Output& out) {
+    using Panel = Record<ScaleOf<Type>>;
+    const int64_t groups = w.columns / kGroup;
+    alignas(64) Panel panel[kPanelGroups];
+    alignas(64) float sums[kPanel][kPanelLanes];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, Floats{});
+    const bool packed = std::is_same_v<Type, Bf16> && panels && N == kPanelRows && row % kPanelLanes == 0;
+    const auto* records = reinterpret_cast<const Panel*>(panels) + row / kPanelLanes * groups;
+    if (packed && M <= kStreamRows) {
+        multiply_rows<D, N>(records, 0, groups, groups, x, M, sums);
+    } else {
+        for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+            const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
+            for (int n = 0; n < N && !packed; ++n)
+                take_groups<Type>(w, row + n * kLanes, end, g0, count, n * kLanes, panel);
+            multiply_rows<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
+        }
+    }
+    put(out, row - first, end - row < N * kLanes ? end - row : N * kLanes, M, sums);
+}
+
+// Asks for the lines of some memory, front to back.
+struct Ahead {
+    const std::byte* at;
+
+    LILY_INLINE void ask(int64_t bytes) {
+        for (const std::byte* end = at + bytes; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// The same for a few rows of inputs and rows of W that all exist: a tile's words go straight into its
+// products, so that the processor has loads, transposition and products of neighbouring tiles under way at
+// once.
+template <int D, int N, int M, class Type>
+void digits_stream(const Linear& w, int64_t row, int64_t first, const float* const* x, const Output& out) {
+    constexpr int kTileGroups = kLanes / kGroupWords;
+    const int64_t words = w.columns / 8, groups = w.columns / kGroup;
+    const int64_t scale_bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
+    const std::byte* q = w.weight.data + row * words * 4;
+    alignas(64) float scales[kScaleGroups][kPanelLanes], biases[kScaleGroups][kPanelLanes];
+    Floats total[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) total[m][n] = Floats{};
+    // The next rows' bytes are asked for in the order of their addresses, each tile a tile's worth.
+    const int64_t size = static_cast<int64_t>(bytes_of(w.scales.dtype));
+    Ahead next_words{q + N * kLanes * words * 4},
+        next_scales{w.scales.data + (row + N * kLanes) * scale_bytes},
+        next_biases{w.biases.data + (row + N * kLanes) * scale_bytes};
+    for (int64_t g0 = 0; g0 < groups; g0 += kTileGroups) {
+        const int scale = static_cast<int>(g0 % kScaleGroups);
+        if (scale == 0)
+            for (int n = 0; n < N; ++n) {
+                const int64_t at = (row + n * kLanes) * scale_bytes;
+                take_scales<Type>({w.scales.data + at, scale_bytes, kLanes}, g0, groups,
+                                  scales[0] + n * kLanes);
+                take_scales<Type>({w.biases.data + at, scale_bytes, kLanes}, g0, groups,
+                                  biases[0] + n * kLanes);
+            }
+        Words v[N][kLanes];
+        for (int n = 0; n < N; ++n) {
+            for (int lane = 0; lane < kLanes; ++lane)
+                v[n][lane] = words_at(q + (n * kLanes + lane) * words * 4, g0 * kGroupWords, words);
+            transpose(v[n]);
+        }
+        next_scales.ask(N * kLanes * kTileGroups * size);
+        next_biases.ask(N * kLanes * kTileGroups * size);
+#pragma GCC unroll 2
+        for (int g = 0; g < kTileGroups; ++g) {
+            if (g0 + g == groups) break;
+            for (int m = 0; m < M; ++m) {
+                const auto* digits = reinterpret_cast<const int32_t*>(x[m] + (g0 + g) * kGroupFloats);
+                Ints part[N][D];
+                for (int n = 0; n < N; ++n)
+                    for (int p = 0; p < D; ++p) part[n][p] = Ints{};
+#pragma GCC unroll 8
+                for (int word = 0; word < kGroupWords; ++word) {
+                    if (m == 0) next_words.ask(N * kLanes * 4);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; ++half)
+                        for (int p = 0; p < D; ++p) {
+                            const Ints digit = digits[p * 16 + 2 * word + half] - Ints{};
+                            for (int n = 0; n < N; ++n)
+                                part[n][p] =
+                                    dot4(part[n][p], v[n][g * kGroupWords + word] >> (4 * half) & 0x0f0f0f0fu,
+                                         digit);
+                        }
+                }
+                for (int n = 0; n < N; ++n)
+                    total[m][n] = add_group(part[n], load(scales[scale + g] + n * kLanes),
+                                            load(biases[scale + g] + n * kLanes),
+                                            scales_of(x[m], groups) + g0 + g, groups, total[m][n]);
+            }
+        }
+    }
+    alignas(64) float sums[M][kPanelLanes];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
+    put(out, row - first, N * kLanes, M, sums);
+}
+
+template <int D, class Type>
+void digits_of(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+               const float* const* x, int M, const Output& out) {
+    const int64_t end = first + outputs;
+    int64_t row = first;
+    for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
+        if (M == 1) digits_stream<D, kPanelRows, 1, Type>(w, row, first, x, out);
+        if (M == 2) digits_stream<D, kPanelRows, 2, Type>(w, row, first, x, out);
+    }
+    for (; end - row > kLanes; row += kPanelLanes)
+        digits_block<D, kPanelRows, Type>(w, panels, row, end, first, x, M, out);
+    if (row < end) digits_block<D, 1, Type>(w, panels, row, end, first, x, M, out);
+}
+
+// Whether a matrix can be kept as records, which then are as large as it was.
+bool packs(const Linear& w) {
+    return w.bits == 4 && w.scales.dtype == DType::bf16 && w.rows % kPanelLanes == 0;
+}
+
+// Rows [kPanelLanes block, kPanelLanes (block + 1)) of W as records, at their place in `panels`.
+void pack(const Linear& w, int64_t block, std::byte* panels) {
+    const int64_t groups = w.columns / kGroup, row = block * kPanelLanes;
+    auto* records = reinterpret_cast<Record<uint16_t>*>(panels) + block * groups;
+    for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+        const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
+        for (int n = 0; n < kPanelRows; ++n)
+            take_groups<Bf16>(w, row + n * kLanes, w.rows, g0, count, n * kLanes, records + g0);
+    }
+}
+
+template <int D>
+void product_digits(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+                    const float* const* x, int M, Output out) {
+    if (w.bits != 4) return product(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::bf16) return digits_of<D, Bf16>(w, panels, first, outputs, x, M, out);
+    if (w.scales.dtype == DType::f16) return digits_of<D, F16>(w, panels, first, outputs, x, M, out);
+    digits_of<D, F32>(w, panels, first, outputs, x, M, out);
+}
+
+}  // namespace
+}  // namespace lily
