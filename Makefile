@@ -12,9 +12,10 @@ SECONDS ?= 150
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
-	$(shell find csrc src/lily -type f ! -name '*.pyc' ! -name '*.so')
+	$(shell find csrc src/lily metal tools/metal/language -type f ! -name '*.pyc' ! -name '*.so')
 SANITIZED := build/sanitized
-SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON
+SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON \
+	--config-settings=cmake.define.LILY_PTX=OFF
 
 .PHONY: help demo test test-long sanitize sanitize-threads toolchain kernels ptx lint format stubs docs clean FORCE
 .DEFAULT_GOAL := help

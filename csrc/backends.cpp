@@ -46,7 +46,7 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
                               const Notice& notice) {
     if (options.device == "sim")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
-    if (options.device == "cuda")
+    if (options.device == "cuda" || (options.device == "auto" && has_cuda(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
     if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv,

@@ -32,6 +32,14 @@ struct Matrix {
 // read 16 numbers each; four floats of room after every 16 keep them out of each other's banks.
 inline uint spread(uint i) { return i + i / 16 * 4; }
 
+// Floats of threadgroup memory that such a vector takes, in whole groups of 64.
+inline uint vector_floats(uint n) { return (n + 63) / 64 * 80; }
+
+// SIMD-groups that share a row of gdn_out and matvec.
+enum { kMatvecParts = 2 };
+// SIMD-groups that share the experts of moe_down.
+enum { kMoeDownParts = 3 };
+
 struct Embed {
     Matrix embedding;
 };

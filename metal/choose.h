@@ -7,22 +7,45 @@ namespace lily {
 
 constant constexpr ushort kMaxChosen = 32;  // experts of a token
 
-// The K largest of E logits, best first, ties to the lower id. Every thread counts how many come before the
-// one it looks at, which takes one pass where K maxima in a row would take K; a SIMD-group looks at 32 in a
-// row, so those below them win a tie and those above lose it. None of the logits may be NaN. The caller's
-// barrier makes the choice visible.
-METAL_FUNC void choose(threadgroup const float* logits, uint E, uint K, ushort simd, ushort simds,
+struct Candidate {
+    float logit;
+    uint expert;
+};
+
+// The K largest of E logits, best first, ties to the lower id, by one SIMD-group. Each lane finds the best of
+// its own, every 32nd; the K-th of those bests is at most the K-th of all, so what is less than it drops out,
+// which leaves little more than K candidates to be counted against each other. None of the logits may be NaN,
+// and K is at most 32. The caller's barrier makes the choice visible.
+METAL_FUNC void choose(threadgroup const float* logits, threadgroup Candidate* candidates, uint E, uint K,
                        ushort lane, threadgroup uint* expert) {
-    for (uint first = simd * kSimd; first < E; first += simds * kSimd) {
-        const float mine = logits[min(first + lane, E - 1)];
-        uint before = 0;
-#pragma unroll 8
-        for (uint o = 0; o < first; ++o) before += logits[o] >= mine;
-        for (uint o = first; o < min(first + kSimd, E); ++o)
-            before += logits[o] > mine || (logits[o] == mine && o < first + lane);
-#pragma unroll 8
-        for (uint o = first + kSimd; o < E; ++o) before += logits[o] > mine;
-        if (before < K && first + lane < E) expert[before] = first + lane;
+    float best = -INFINITY;
+    for (uint e = lane; e < E; e += kSimd) best = max(best, logits[e]);
+    uint before = 0;
+#pragma unroll
+    for (ushort o = 0; o < kSimd; ++o) {
+        const float other = simd_shuffle(best, o);
+        before += other > best || (other == best && o < lane);
+    }
+    const float least = simd_max(before == K - 1 ? best : -INFINITY);
+    uint count = 0;
+    for (uint first = 0; first < E; first += kSimd) {
+        const uint e = first + lane;
+        const float mine = logits[min(e, E - 1)];
+        const bool stays = e < E && mine >= least;
+        const uint votes = uint(simd_vote::vote_t(simd_ballot(stays)));
+        if (stays) candidates[count + popcount(votes & ((1u << lane) - 1u))] = Candidate{mine, e};
+        count += popcount(votes);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint c = lane; c < count; c += kSimd) {
+        const Candidate mine = candidates[c];
+        uint rank = 0;
+#pragma unroll 4
+        for (uint o = 0; o < count; ++o) {
+            const float other = candidates[o].logit;
+            rank += other > mine.logit || (other == mine.logit && o < c);
+        }
+        if (rank < K) expert[rank] = mine.expert;
     }
 }
 

@@ -27,6 +27,7 @@ constant constexpr uint kSortRun = 256;  // threads of the sort's threadgroups
                               device float* weight_out    [[buffer(4)]],  // (T, K)
                               device bfloat* rounded      [[buffer(5)]],  // (T, D)
                               threadgroup float* logits   [[threadgroup(0)]],  // (E)
+                              threadgroup Candidate* candidates [[threadgroup(1)]],  // (E)
                               uint t                      [[threadgroup_position_in_grid]],
                               ushort thread_index         [[thread_index_in_threadgroup]],
                               ushort simd                 [[simdgroup_index_in_threadgroup]],
@@ -36,7 +37,7 @@ constant constexpr uint kSortRun = 256;  // threads of the sort's threadgroups
     const uint D = p.width, E = p.experts, K = p.experts_per_token, threads = uint(simds) * kSimd;
     for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    choose(logits, E, K, simd, simds, lane, expert);
+    if (simd == 0) choose(logits, candidates, E, K, lane, expert);
     for (uint i = thread_index; i < D; i += threads) rounded[t * D + i] = bfloat(h[t * D + i]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint k = thread_index; k < K; k += threads) {

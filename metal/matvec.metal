@@ -1,7 +1,8 @@
 // The steps that multiply one row at a time: every projection of a decode step, with its norm, gate,
 // activation and residual in the same kernel. A threadgroup stages the row's input in threadgroup memory,
 // with its first loads of weights under way; a SIMD-group takes four outputs at a time. The grid is (blocks
-// of outputs, rows of the batch).
+// of outputs, rows of the batch); where a GPU holds fewer threadgroups than there are blocks, a threadgroup
+// of gdn_in, attn_in and head takes several, and stages its input once.
 #include "logits.h"
 #include "norm.h"
 #include "quant.h"
@@ -11,6 +12,7 @@ using namespace lily;
 namespace {
 
 constant constexpr ushort kMaxSimds = 32;
+constant constexpr ushort kHalf = kAhead / 2;  // stretches of a lane where SIMD-groups share a row
 
 // Four rows, and where their products go: the first `count` of them.
 struct Block {
@@ -50,9 +52,28 @@ METAL_FUNC Block block_of(thread const Weights* w, constant args::Matrix* shapes
     return {rows_of(weights, m, row, count), to + t * m.rows + row, count};
 }
 
+// silu(z) norm(y), for write_vector: kept in slots without the heads' 1 / rms(y).
+struct GatedNormed {
+    threadgroup float* h;
+    threadgroup const float* squares;  // sums over what a thread keeps at a time
+    uint Dv;
+    float epsilon;
+    METAL_FUNC float4 operator()(uint i) const {
+        constexpr uint kKept = 4 * kQuads;
+        float sum = 0;
+        for (uint at = i / Dv * Dv; at < i / Dv * Dv + Dv; at += kKept) sum += squares[at / kKept];
+        return *slot(h, i) * precise::rsqrt(sum / float(Dv) + epsilon);
+    }
+};
+
+// The four rows of a matrix from one on, as many of them as there are.
+METAL_FUNC Rows rows_from(Weights w, args::Matrix m, uint row) {
+    return rows_of(w, m, row, min(uint(kRowsOfSimd), m.rows - row));
+}
+
 // The rows of a threadgroup where few outputs have long rows: two SIMD-groups share four of them, each takes
 // half the columns.
-constant constexpr ushort kParts = 2;
+constant constexpr ushort kParts = args::kMatvecParts;
 
 METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, ushort simds) {
     const uint row = (group * (simds / kParts) + simd / kParts) * kRowsOfSimd;
@@ -67,7 +88,9 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     const uint outputs = simds / kParts * kRowsOfSimd, row = group * outputs + thread_index;
     if (thread_index >= outputs || row >= m.rows) return;
     const uint from = thread_index / kRowsOfSimd * kParts * kRowsOfSimd + thread_index % kRowsOfSimd;
-    const float sum = sums[from] + sums[from + kRowsOfSimd];
+    float sum = 0;
+#pragma unroll
+    for (ushort part = 0; part < kParts; ++part) sum += sums[from + part * kRowsOfSimd];
     out[row] = add ? out[row] + sum : sum;
 }
 
@@ -96,6 +119,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                        device float* a                     [[buffer(18)]],  // (T, Hv)
                        threadgroup float* h                [[threadgroup(0)]],  // (D)
                        uint2 group                         [[threadgroup_position_in_grid]],
+                       uint2 groups                        [[threadgroups_per_grid]],
                        uint thread_index                   [[thread_index_in_threadgroup]],
                        ushort simd                         [[simdgroup_index_in_threadgroup]],
                        ushort simds                        [[simdgroups_per_threadgroup]],
@@ -107,13 +131,20 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                           {b_weight, b_scales, b_biases},
                           {a_weight, a_scales, a_biases}};
     device float* const out[4] = {qkv, z, b, a};
-    const Block block = block_of<4>(w, p.matrix, out, t, group.x * simds + simd);
-    Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+    const NormInput in = norm_input(x + t * D, norm, D, p.normed, thread_index);
+    uint at = group.x * simds + simd;
+    Block block = block_of<4>(w, p.matrix, out, t, at);
+    Ahead<kHalf> ahead = load<kHalf>(block.rows, lane);
+    norm_row(in, x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
              simds, lane);
-    float y[kRowsOfSimd];
-    dots(block.rows, ahead, h, lane, y);
-    block.write(y, lane);
+    while (block.count != 0) {
+        at += groups.x * simds;
+        const Block next = block_of<4>(w, p.matrix, out, t, at);
+        float y[kRowsOfSimd];
+        dots(block.rows, next.rows, ahead, h, lane, y);
+        block.write(y, lane);
+        block = next;
+    }
 }
 
 // attn_in: h = norm(x); qg, k, v = W h.
@@ -135,6 +166,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                         device float* v                     [[buffer(14)]],  // (T, G Dh)
                         threadgroup float* h                [[threadgroup(0)]],  // (D)
                         uint2 group                         [[threadgroup_position_in_grid]],
+                        uint2 groups                        [[threadgroups_per_grid]],
                         uint thread_index                   [[thread_index_in_threadgroup]],
                         ushort simd                         [[simdgroup_index_in_threadgroup]],
                         ushort simds                        [[simdgroups_per_threadgroup]],
@@ -144,13 +176,20 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     const Weights w[3] = {
         {q_weight, q_scales, q_biases}, {k_weight, k_scales, k_biases}, {v_weight, v_scales, v_biases}};
     device float* const out[3] = {qg, k, v};
-    const Block block = block_of<3>(w, p.matrix, out, t, group.x * simds + simd);
-    Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
+    const NormInput in = norm_input(x + t * D, norm, D, p.normed, thread_index);
+    uint at = group.x * simds + simd;
+    Block block = block_of<3>(w, p.matrix, out, t, at);
+    Ahead<kHalf> ahead = load<kHalf>(block.rows, lane);
+    norm_row(in, x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, uint(simds) * kSimd, simd,
              simds, lane);
-    float y[kRowsOfSimd];
-    dots(block.rows, ahead, h, lane, y);
-    block.write(y, lane);
+    while (block.count != 0) {
+        at += groups.x * simds;
+        const Block next = block_of<3>(w, p.matrix, out, t, at);
+        float y[kRowsOfSimd];
+        dots(block.rows, next.rows, ahead, h, lane, y);
+        block.write(y, lane);
+        block = next;
+    }
 }
 
 // head: logits = W norm(x), and for sample the best key of every kLogitBlock, which a SIMD-group takes.
@@ -165,6 +204,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                      device uint* best                   [[buffer(7)]],  // (rows, V / 32)
                      threadgroup float* h                [[threadgroup(0)]],  // (D)
                      uint2 group                         [[threadgroup_position_in_grid]],
+                     uint2 groups                        [[threadgroups_per_grid]],
                      uint thread_index                   [[thread_index_in_threadgroup]],
                      ushort simd                         [[simdgroup_index_in_threadgroup]],
                      ushort simds                        [[simdgroups_per_threadgroup]],
@@ -172,31 +212,33 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     threadgroup float partial[kMaxSimds];
     const args::Matrix m = p.matrix[0];
     const Weights w = {weight, scales, biases};
-    const uint block = group.x * simds + simd, begin = min(block * args::kLogitBlock, m.rows - 1);
-    const uint end = min((block + 1) * args::kLogitBlock, m.rows);
-    Rows rows = rows_of(w, m, begin, min(uint(kRowsOfSimd), m.rows - begin));
-    Ahead<2> ahead = load<2>(rows, lane);  // eight blocks in a row keep enough under way
-    norm_row(x + group.y * m.columns, norm, m.columns, p.epsilon, p.normed, h, partial, thread_index,
+    const NormInput in = norm_input(x + group.y * m.columns, norm, m.columns, p.normed, thread_index);
+    uint row = min((group.x * simds + simd) * args::kLogitBlock, m.rows);
+    Rows rows = rows_from(w, m, row);
+    Ahead<kHalf> ahead = load<kHalf>(rows, lane);
+    norm_row(in, x + group.y * m.columns, norm, m.columns, p.epsilon, p.normed, h, partial, thread_index,
              uint(simds) * kSimd, simd, simds, lane);
-    if (block * args::kLogitBlock >= m.rows) return;
-    uint key = 0;
-    for (uint row = begin;;) {
+    for (uint key = 0; row < m.rows;) {
+        const uint block = row / args::kLogitBlock, end = min((block + 1) * args::kLogitBlock, m.rows);
+        const uint last = min(row + kRowsOfSimd, end);
+        const uint after = last < end ? last : min((block + groups.x * simds) * args::kLogitBlock, m.rows);
+        const Rows next = rows_from(w, m, after);
         float y[kRowsOfSimd];
-        dots(rows, ahead, h, lane, y);
+        dots(rows, next, ahead, h, lane, y);
 #pragma unroll
         for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            if (lane != r || row + r >= end) continue;
+            if (lane != r || row + r >= last) continue;
             logits[group.y * m.rows + row + r] = y[r];
             key = max(key, key_of_finite(y[r]));
         }
-        row += kRowsOfSimd;
-        if (row >= end) break;
-        rows = rows_of(w, m, row, min(uint(kRowsOfSimd), end - row));
-        ahead = load<2>(rows, lane);
+        if (last == end && p.best) {
+            key = simd_max(key);
+            if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;
+            key = 0;
+        }
+        row = after;
+        rows = next;
     }
-    if (!p.best) return;
-    key = simd_max(key);
-    if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
@@ -210,6 +252,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                         device const uchar* biases        [[buffer(6)]],
                         device float* x                   [[buffer(7)]],  // (T, D)
                         threadgroup float* h              [[threadgroup(0)]],  // (Hv Dv)
+                        threadgroup float* squares        [[threadgroup(1)]],  // (Hv Dv / 4): sums of them
                         uint2 group                       [[threadgroup_position_in_grid]],
                         uint thread_index                 [[thread_index_in_threadgroup]],
                         ushort simd                       [[simdgroup_index_in_threadgroup]],
@@ -221,13 +264,20 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
     y += t * p.y_stride;
     z += t * width;
-    for (uint head = simd * Dv; head < width; head += simds * Dv) {  // a SIMD-group takes a head
-        float squares = 0;
-        for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
-        const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
-        for (uint i = lane; i < Dv; i += kSimd)
-            h[args::spread(head + i)] = silu(z[head + i]) * (y[head + i] * scale * norm[i]);
+    const uint threads = uint(simds) * kSimd;
+    for (uint i = 4 * kQuads * thread_index; i < width; i += 4 * kQuads * threads) {
+        float sum = 0;
+#pragma unroll
+        for (ushort q = 0; q < kQuads; ++q) {
+            const float4 of = *(device const float4*)(y + i + 4 * q), gate = *(device const float4*)(z + i + 4 * q);
+            const float4 weight = *(device const float4*)(norm + (i + 4 * q) % Dv);
+            sum += dot(of, of);
+            *slot(h, i + 4 * q) = float4(silu(gate[0]), silu(gate[1]), silu(gate[2]), silu(gate[3])) * of * weight;
+        }
+        squares[i / (4 * kQuads)] = sum;
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    write_vector(h, width, thread_index, threads, GatedNormed{h, squares, Dv, p.epsilon});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(rows, ahead, h, lane, out);
@@ -253,7 +303,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     const uint t = group.y, N = p.matrix.rows, K = p.matrix.columns;
     const Rows rows = shared_rows(Weights{weight, scales, biases}, p.matrix, group.x, simd, simds);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    for (uint i = thread_index; i < K; i += uint(simds) * kSimd) h[args::spread(i)] = x[t * p.x_stride + i];
+    write_vector(h, K, thread_index, uint(simds) * kSimd, Copied{x + t * p.x_stride});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(rows, ahead, h, lane, out);
@@ -283,8 +333,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
         rows_of(Weights{weight, scales, biases}, p.matrix, uint(expert[group.y]) * N + row, count),
         y + group.y * N + row, count};
     Ahead<kAhead> ahead = load<kAhead>(block.rows, lane);
-    for (uint i = thread_index; i < columns; i += uint(simds) * kSimd)
-        h[args::spread(i)] = x[in * columns + i];
+    write_vector(h, columns, thread_index, uint(simds) * kSimd, Copied{x + in * columns});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(block.rows, ahead, h, lane, out);

@@ -12,6 +12,17 @@ constant constexpr ushort kMaxSimds = 32;
 // Two SIMD-groups make four outputs: one the products with Gate, its neighbour those with Up.
 constant constexpr ushort kParts = 2;
 
+// Rows of Down of one of a token's experts; the K-th is the shared one.
+struct DownRows {
+    Weights down, shared;
+    args::Matrix m, shared_m;
+    uint K, row, count;
+    METAL_FUNC Rows of(uint k, uint expert) const {
+        if (k < K) return rows_of(down, m, expert * m.rows + row, count);
+        return rows_of(shared, shared_m, row, k == K ? count : 0);
+    }
+};
+
 }  // namespace
 
 // moe_route: h = norm(x); router logits, the shared expert's gate, and its hidden row after SwiGLU.
@@ -64,11 +75,13 @@ constant constexpr ushort kParts = 2;
         }
     }
     const uint count = wanted < blocks ? min(uint(kRowsOfSimd), m.rows - row) : 0;
+    const NormInput in = norm_input(x + t * D, norm, D, p.normed, thread_index);
     const Rows rows = rows_of(w, m, row, count, shares ? 0 : half_of, shares ? 1 : kParts);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    norm_row(x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, threads, simd, simds, lane);
+    const float scale = norm_row(in, x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, threads,
+                                 simd, simds, lane);
     if (group.x == 0 && !p.normed)
-        for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = h[args::spread(i)];
+        for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = x[t * D + i] * scale * norm[i];
     float y[kRowsOfSimd];
     dots(rows, ahead, h, lane, y);
     leave(y, lane, sums + simd * kRowsOfSimd);
@@ -101,6 +114,7 @@ constant constexpr ushort kParts = 2;
                        device float* hidden                [[buffer(11)]],  // (T, K, F)
                        threadgroup float* h                [[threadgroup(0)]],  // (D)
                        threadgroup float* logits           [[threadgroup(1)]],  // (E)
+                       threadgroup Candidate* candidates   [[threadgroup(2)]],  // (E)
                        uint2 group                         [[threadgroup_position_in_grid]],
                        uint thread_index                   [[thread_index_in_threadgroup]],
                        ushort simd                         [[simdgroup_index_in_threadgroup]],
@@ -115,8 +129,11 @@ constant constexpr ushort kParts = 2;
     } else {
         for (uint e = thread_index; e < E; e += threads) logits[e] = comparable(router[t * E + e]);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        choose(logits, E, K, simd, simds, lane, expert);
+        if (simd == 0) choose(logits, candidates, E, K, lane, expert);
     }
+    const uint chooses = p.chosen || simds == 1 ? 0 : kSimd;  // threads that do, while the others fetch h
+    if (thread_index >= chooses)
+        write_vector(h, D, thread_index - chooses, threads - chooses, Copied{h_in + t * D});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint blocks = blocks_of(F);  // of one expert
     const ushort half_of = simd % kParts;
@@ -131,12 +148,10 @@ constant constexpr ushort kParts = 2;
     }
     const Rows rows = rows_of(w, m, expert[k] * F + row, count);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    for (uint i = thread_index; i < D; i += threads) h[args::spread(i)] = h_in[t * D + i];
     if (group.x == 0 && thread_index < K && !p.chosen) {
         expert_out[t * K + thread_index] = int(expert[thread_index]);
         weight_out[t * K + thread_index] = share_of(logits, K, expert, thread_index);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     float y[kRowsOfSimd];
     dots(rows, ahead, h, lane, y);
     leave(y, lane, sums + simd * kRowsOfSimd);
@@ -146,9 +161,8 @@ constant constexpr ushort kParts = 2;
         silu(sums[simd * kRowsOfSimd + lane]) * sums[(simd + 1) * kRowsOfSimd + lane];
 }
 
-// moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared. A
-// threadgroup takes four outputs, and its SIMD-groups an expert each, the shared one as the last, so that
-// their loads are under way side by side. Their shares are added up in that order.
+// moe_down: x += sum over k of weight_k Down_k hidden_k + sigmoid(shared_gate) SharedDown shared. Three
+// SIMD-groups share four outputs, each takes every third expert, the shared one as the last.
 [[kernel]] void moe_down(constant args::MoeDown& p          [[buffer(0)]],
                          device const int* expert           [[buffer(1)]],  // (T, K)
                          device const float* weight         [[buffer(2)]],  // (T, K)
@@ -168,33 +182,43 @@ constant constexpr ushort kParts = 2;
                          ushort simd                        [[simdgroup_index_in_threadgroup]],
                          ushort simds                       [[simdgroups_per_threadgroup]],
                          ushort lane                        [[thread_index_in_simdgroup]]) {
-    threadgroup float sums[kMaxSimds][kRowsOfSimd];
+    constexpr ushort kShare = args::kMoeDownParts;
+    threadgroup float partial[kMaxSimds * kRowsOfSimd], factors[kMaxChosen + 1];
+    threadgroup uint experts[kMaxChosen];
     const uint D = p.down.rows, F = p.down.columns, Fs = p.shared_down.columns, K = p.experts_per_token;
-    const uint t = group.y, row = group.x * kRowsOfSimd, count = min(uint(kRowsOfSimd), D - row);
+    const uint t = group.y, outputs = simds / kShare * kRowsOfSimd, begin = group.x * outputs;
+    const uint row = begin + simd / kShare * kRowsOfSimd;
+    const uint count = row < D ? min(uint(kRowsOfSimd), D - row) : 0;
     const Weights down = {down_weight, down_scales, down_biases};
     const Weights shared_down = {shared_weight, shared_scales, shared_biases};
-    float total[kRowsOfSimd];
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) total[r] = 0;
-    for (uint k = simd; k <= K; k += simds) {
-        const bool own = k < K;
-        device const float* from = own ? hidden + (t * K + k) * F : shared + t * Fs;
-        const Rows rows = rows_of(own ? down : shared_down, own ? p.down : p.shared_down,
-                                  own ? uint(expert[t * K + k]) * D + row : row, count);
-        Ahead<1> ahead = load<1>(rows, lane);  // an expert is narrow
-        threadgroup float* in = h + k * args::spread(F);
-        for (uint i = lane; i < (own ? F : Fs); i += kSimd) in[args::spread(i)] = from[i];
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_shares(rows, ahead, in, lane, own ? weight[t * K + k] : sigmoid(shared_gate[t]), total);
-    }
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) total[r] = simd_sum(total[r]);
-    leave(total, lane, sums[simd]);
+    // of one expert, the shared one as the last
+    const DownRows all = {down, shared_down, p.down, p.shared_down, K, row, count};
+    uint k = simd % kShare;
+    Rows rows = all.of(k, k < K ? uint(expert[t * K + k]) : 0);
+    Ahead<1> ahead = load<1>(rows, lane);  // an expert is narrow
+    if (thread_index < K) experts[thread_index] = uint(expert[t * K + thread_index]);
+    if (thread_index <= K)
+        factors[thread_index] = thread_index < K ? weight[t * K + thread_index] : sigmoid(shared_gate[t]);
+    for (uint e = simd; e <= K; e += simds)
+        write_vector(h + e * args::vector_floats(F), e < K ? F : Fs, lane, kSimd,
+                     Copied{e < K ? hidden + (t * K + e) * F : shared + t * Fs});
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index >= count) return;
+    Shares shares;
+    for (; k <= K; k += kShare) {
+        const Rows next = all.of(k + kShare, experts[min(k + kShare, K - 1)]);
+        add_shares(rows, next, ahead, h + k * args::vector_floats(F), lane,
+                   factors[k], shares);
+        rows = next;
+    }
+    float total[kRowsOfSimd];
+    sums(shares, lane, total);
+    leave(total, lane, partial + simd * kRowsOfSimd);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index >= outputs || begin + thread_index >= D) return;
+    const uint from = thread_index / kRowsOfSimd * kShare * kRowsOfSimd + thread_index % kRowsOfSimd;
     float sum = 0;
-    for (ushort i = 0; i < simds; ++i) sum += sums[i][thread_index];
-    x[t * D + row + thread_index] += sum;
+    for (ushort i = 0; i < kShare; ++i) sum += partial[from + i * kRowsOfSimd];
+    x[t * D + begin + thread_index] += sum;
 }
 
 // gate = silu(gate) up, where the two products were dispatches of their own. A thread takes one number.

@@ -31,23 +31,61 @@ METAL_FUNC float norm_scale(device const float* x, uint n, float epsilon, thread
     return precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(n) + epsilon);
 }
 
-// h = x / rms(x) * weight, a row of n values, spread in threadgroup memory, by a whole threadgroup; or h =
-// x, if that is normed already. Ends with a barrier.
-METAL_FUNC void norm_row(device const float* x, device const float* weight, uint n, float epsilon,
-                         bool normed, threadgroup float* h, threadgroup float* partial, uint thread_index,
-                         uint threads, ushort simd, ushort simds, ushort lane) {
-    if (normed) {
-        for (uint i = thread_index; i < n; i += threads) h[args::spread(i)] = x[i];
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        return;
+// Numbers for write_vector: those of a row as they are, and normed.
+struct Copied {
+    device const float* x;
+    METAL_FUNC float4 operator()(uint i) const { return *(device const float4*)(x + i); }
+};
+struct Normed {
+    device const float* x;
+    device const float* weight;
+    float scale;
+    METAL_FUNC float4 operator()(uint i) const {
+        return *(device const float4*)(x + i) * scale * *(device const float4*)(weight + i);
     }
-    const float scale = norm_scale(x, n, epsilon, partial, thread_index, threads, simd, simds, lane);
-    device const float4* x4 = (device const float4*)x;
-    for (uint i = thread_index; i < n / 4; i += threads)
-        *(threadgroup float4*)(h + args::spread(4 * i)) = x4[i] * scale * ((device const float4*)weight)[i];
-    for (uint i = n / 4 * 4 + thread_index; i < n; i += threads)
-        h[args::spread(i)] = x[i] * scale * weight[i];
+};
+
+// What a thread puts first of a row, and its weights: loaded before a matrix's rows, which many wait for.
+struct NormInput {
+    float4 x[kQuads], weight[kQuads];
+};
+
+METAL_FUNC NormInput norm_input(device const float* x, device const float* weight, uint n, bool normed,
+                                uint thread_index) {
+    NormInput in;
+#pragma unroll
+    for (ushort q = 0; q < kQuads; ++q) {
+        const uint i = 4 * (thread_index * kQuads + q);
+        in.x[q] = i < n ? *(device const float4*)(x + i) : float4(0.0f);
+        in.weight[q] = i < n && !normed ? *(device const float4*)(weight + i) : float4(1.0f);
+    }
+    return in;
+}
+
+// h = x / rms(x) * weight, a row of n values, as write_vector puts it, by a whole threadgroup; or h = x, if
+// that is normed already. Ends with a barrier; returns 1 / rms(x).
+METAL_FUNC float norm_row(thread const NormInput& in, device const float* x, device const float* weight,
+                          uint n, float epsilon, bool normed, threadgroup float* h, threadgroup float* partial,
+                          uint thread_index, uint threads, ushort simd, ushort simds, ushort lane) {
+    float scale = 1;
+    if (!normed) {
+        float squares = 0;
+#pragma unroll
+        for (ushort q = 0; q < kQuads; ++q) squares += dot(in.x[q], in.x[q]);
+        for (uint i = 4 * kQuads * threads + 4 * thread_index; i < n; i += 4 * threads)
+            squares += dot(*(device const float4*)(x + i), *(device const float4*)(x + i));
+        scale = precise::rsqrt(group_sum(squares, partial, simd, simds, lane) / float(n) + epsilon);
+    }
+    float4 first[kQuads];
+#pragma unroll
+    for (ushort q = 0; q < kQuads; ++q) first[q] = in.x[q] * scale * in.weight[q];
+    put_quads(h, n, 4 * kQuads * thread_index, first);
+    if (normed)
+        write_vector(h, n, thread_index + threads, threads, Copied{x});
+    else
+        write_vector(h, n, thread_index + threads, threads, Normed{x, weight, scale});
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    return scale;
 }
 
 }  // namespace lily

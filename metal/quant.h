@@ -13,7 +13,7 @@ using namespace metal;
 
 constant constexpr ushort kSimd = 32;         // lanes of a SIMD-group, on every Apple GPU
 constant constexpr ushort kRowsOfSimd = 4;    // rows of a matrix that a SIMD-group takes at a time
-constant constexpr ushort kAhead = 4;         // loads of each that a lane has under way, if wide
+constant constexpr ushort kAhead = 4;         // stretches that a lane has under way, if rows are wide
 constant constexpr uint kGroup = 64;          // numbers that share a scale and a bias
 
 // A matrix where it lies. scales and biases: (rows, columns / 64); unused when the matrix is plain.
@@ -52,13 +52,16 @@ METAL_FUNC uint blocks_of(uint rows) { return (rows + kRowsOfSimd - 1) / kRowsOf
 // Up to four rows that a SIMD-group multiplies with a vector, from column `begin` to `end` of each; a row
 // past the last repeats it, and of no rows there are no columns.
 struct Rows {
-    device const uchar* weight[kRowsOfSimd];
-    device const uchar* scales[kRowsOfSimd];
-    device const uchar* biases[kRowsOfSimd];
+    Weights first;
+    uint last;             // row: how many there are, less one
+    uint weights, groups;  // bytes of a row's weights, and of its scales
     uint begin, end;
     uint bits, type;
     METAL_FUNC bool packed() const { return bits != 0 && type != args::kF32; }
-    METAL_FUNC uint stretch_of(uint column) const { return column * bits / 64; }
+    METAL_FUNC Weights row(ushort r) const {
+        const ulong at = min(uint(r), last);
+        return {first.weight + at * weights, first.scales + at * groups, first.biases + at * groups};
+    }
 };
 
 // Of the matrix's rows `row` to `row + rows - 1`, the part-th of `parts` parts of their columns.
@@ -70,50 +73,12 @@ METAL_FUNC Rows rows_of(Weights w, args::Matrix m, uint row, uint rows, uint par
     out.begin = min(part * each, m.columns);
     out.end = rows == 0 ? out.begin : min(out.begin + each, m.columns);
     const uint size = m.type == args::kF32 ? 4 : 2;
-    const uint bytes = m.bits == 0 ? m.columns * size : m.columns * m.bits / 8;
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) {
-        const uint at = rows == 0 ? 0 : row + min(uint(r), rows - 1);
-        out.weight[r] = w.weight + ulong(at) * bytes;
-        out.scales[r] = w.scales + ulong(at) * groups * size;
-        out.biases[r] = w.biases + ulong(at) * groups * size;
-    }
+    out.weights = m.bits == 0 ? m.columns * size : m.columns * m.bits / 8;
+    out.groups = groups * size;
+    const ulong at = rows == 0 ? 0 : row;
+    out.first = Weights{w.weight + at * out.weights, w.scales + at * out.groups, w.biases + at * out.groups};
+    out.last = rows == 0 ? 0 : rows - 1;
     return out;
-}
-
-// What a lane has of the rows: N times 8 bytes of each, with their groups' scales and biases. All these
-// loads are under way at once, since memory answers late, and a kernel issues them before it makes the vector
-// that they are multiplied with.
-template <ushort N>
-struct Ahead {
-    uint2 words[N][kRowsOfSimd];
-    ushort scales[N][kRowsOfSimd], biases[N][kRowsOfSimd];
-};
-
-// Loads from the lane's stretch of 8 bytes on, of which it takes every 32nd, so that a SIMD-group reads 256
-// consecutive bytes of a row. What lies past the end repeats the last and counts for nothing: a branch round
-// a load makes the next one wait.
-template <ushort N>
-METAL_FUNC void load(thread const Rows& rows, uint stretch, thread Ahead<N>& ahead) {
-    if (!rows.packed() || rows.begin == rows.end) return;
-    const uint last = rows.stretch_of(rows.end) - 1, of_group = rows.stretch_of(kGroup);
-#pragma unroll
-    for (ushort a = 0; a < N; ++a) {
-        const uint i = min(stretch + a * kSimd, last), group = i / of_group;
-#pragma unroll
-        for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            ahead.words[a][r] = twin::load((device const uint2*)rows.weight[r], i);
-            ahead.scales[a][r] = twin::load((device const ushort*)rows.scales[r], group);
-            ahead.biases[a][r] = twin::load((device const ushort*)rows.biases[r], group);
-        }
-    }
-}
-
-template <ushort N>
-METAL_FUNC Ahead<N> load(thread const Rows& rows, ushort lane) {
-    Ahead<N> ahead;
-    load(rows, rows.stretch_of(rows.begin) + lane, ahead);
-    return ahead;
 }
 
 template <class T>
@@ -121,87 +86,178 @@ METAL_FUNC float value(ushort bits) {
     return float(as_type<T>(bits));
 }
 
-// Adds what is loaded, times x, to total: sum(q x) and sum(x) of a stretch come first, then its group's scale
-// and bias. Fields stay where they are in their half of the word, times a power of two, which x is divided by
+// How a SIMD-group multiplies rows: what it keeps of the vector (write_vector, put_quads,
+// slot, vector_element), of the weights
+// that are under way (Ahead, load), and of the sums (Shares, add_packed, add_numbers, sums).
+#ifdef LILY_PRODUCTS
+
+#include LILY_PRODUCTS
+
+#else
+
+constant constexpr ushort kQuads = 1;  // of four numbers that a thread puts at a time
+
+// Where a thread may keep four numbers until it puts them.
+METAL_FUNC threadgroup float4* slot(threadgroup float* x, uint i) {
+    return (threadgroup float4*)(x + args::spread(i));
+}
+
+// Puts a thread's numbers, from the i-th on, into a vector of n.
+METAL_FUNC void put_quads(threadgroup float* x, uint n, uint i, thread const float4* quads) {
+    if (i < n) *(threadgroup float4*)(x + args::spread(i)) = quads[0];
+}
+
+// Puts a vector of n numbers, a multiple of 4, into threadgroup memory of args::vector_floats(n): value(i)
+// gives those from i on. All of `threads` threads call it, whole SIMD-groups of them.
+template <class Value>
+METAL_FUNC void write_vector(threadgroup float* x, uint n, uint thread_index, uint threads, Value value) {
+    for (uint i = 4 * thread_index; i < n; i += 4 * threads)
+        *(threadgroup float4*)(x + args::spread(i)) = value(i);
+}
+
+METAL_FUNC float vector_element(threadgroup const float* x, uint i) { return x[args::spread(i)]; }
+
+// A lane's stretch of the rows: 8 bytes of each, with their groups' scales and biases.
+struct Stretch {
+    uint2 words[kRowsOfSimd];
+    ushort scales[kRowsOfSimd], biases[kRowsOfSimd];
+};
+
+// Adds the i-th stretch, times x, to total: sum(q x) and sum(x) come first, then its group's scale and bias.
+// Fields stay where they are in their half of the word, times a power of two, which x is divided by
 // beforehand.
-template <ushort kBits, class T, ushort N>
-METAL_FUNC void add_stretches(thread const Ahead<N>& ahead, uint stretch, uint end,
-                              threadgroup const float* x, float factor, thread float* total) {
+template <ushort kBits, class T>
+METAL_FUNC void add_stretch(thread const Stretch& stretch, uint i, threadgroup const float* x, float factor,
+                            thread float* total) {
     constexpr ushort kSlots = 64 / kBits, kOfHalf = 16 / kBits;
     constexpr uint kMask = (1u << kBits) - 1u;
+    float v[kSlots];
+    float sum = 0;
+#pragma unroll
+    for (ushort j = 0; j < kSlots; j += twin::step(4, kSlots)) {
+        const float4 four = *(threadgroup const float4*)(x + args::spread(i * kSlots + j)) * factor;
+#pragma unroll
+        for (ushort c = 0; c < 4; ++c) {
+            sum += four[c];
+            v[j + c] = four[c] * (1.0f / float(1u << (kBits * ((j + c) % kOfHalf))));
+        }
+    }
+#pragma unroll
+    for (ushort r = 0; r < kRowsOfSimd; ++r) {
+        float dot = 0;
+#pragma unroll
+        for (ushort j = 0; j < kSlots; j += twin::step(1, kSlots)) {
+            const uint word = stretch.words[r][j / (2 * kOfHalf)] >> (j / kOfHalf % 2 * 16);
+            dot = fma(field(word, kMask << (kBits * (j % kOfHalf))), v[j], dot);
+        }
+        total[r] += value<T>(stretch.scales[r]) * dot + value<T>(stretch.biases[r]) * sum;
+    }
+}
+
+METAL_FUNC uint stretch_of(thread const Rows& rows, uint column) { return column * rows.bits / 64; }
+
+// What a lane has of the rows: N stretches. All these loads are under way at once, since memory answers late,
+// and a kernel issues them before it makes the vector that they are multiplied with.
+template <ushort N>
+struct Ahead {
+    Stretch stretch[N];
+};
+
+// Loads from the lane's stretch on, of which it takes every 32nd, so that a SIMD-group reads 256 consecutive
+// bytes of a row. What lies past the end repeats the last and counts for nothing: a branch round a load makes
+// the next one wait.
+template <ushort N>
+METAL_FUNC void load(thread const Rows& rows, uint stretch, thread Ahead<N>& ahead) {
+    if (!rows.packed() || rows.begin == rows.end) return;
+    Weights row[kRowsOfSimd];
+#pragma unroll
+    for (ushort r = 0; r < kRowsOfSimd; ++r) row[r] = rows.row(r);
+    const uint last = stretch_of(rows, rows.end) - 1, of_group = stretch_of(rows, kGroup);
 #pragma unroll
     for (ushort a = 0; a < N; ++a) {
-        const uint i = stretch + a * kSimd;
-        if (i >= end) break;
-        float v[kSlots];
-        float sum = 0;
-#pragma unroll
-        for (ushort j = 0; j < kSlots; j += twin::step(4, kSlots)) {
-            const float4 four = *(threadgroup const float4*)(x + args::spread(i * kSlots + j)) * factor;
-#pragma unroll
-            for (ushort c = 0; c < 4; ++c) {
-                sum += four[c];
-                v[j + c] = four[c] * (1.0f / float(1u << (kBits * ((j + c) % kOfHalf))));
-            }
-        }
+        const uint i = min(stretch + a * kSimd, last), group = i / of_group;
 #pragma unroll
         for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            float dot = 0;
-#pragma unroll
-            for (ushort j = 0; j < kSlots; j += twin::step(1, kSlots)) {
-                const uint word = ahead.words[a][r][j / (2 * kOfHalf)] >> (j / kOfHalf % 2 * 16);
-                dot = fma(field(word, kMask << (kBits * (j % kOfHalf))), v[j], dot);
-            }
-            total[r] += value<T>(ahead.scales[a][r]) * dot + value<T>(ahead.biases[a][r]) * sum;
+            ahead.stretch[a].words[r] = twin::load((device const uint2*)row[r].weight, i);
+            ahead.stretch[a].scales[r] = twin::load((device const ushort*)row[r].scales, group);
+            ahead.stretch[a].biases[r] = twin::load((device const ushort*)row[r].biases, group);
         }
     }
 }
 
+template <ushort N>
+METAL_FUNC Ahead<N> load(thread const Rows& rows, ushort lane) {
+    Ahead<N> ahead;
+    load(rows, stretch_of(rows, rows.begin) + lane, ahead);
+    return ahead;
+}
+
+// A lane's part of the four products.
+struct Shares {
+    float total[kRowsOfSimd] = {0, 0, 0, 0};
+};
+
 template <ushort kBits, class T, ushort N>
-METAL_FUNC void add_packed(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x,
-                           ushort lane, float factor, thread float* total) {
-    const uint end = rows.stretch_of(rows.end);
-    for (uint i = rows.stretch_of(rows.begin);;) {
-        add_stretches<kBits, T, N>(ahead, i + lane, end, x, factor, total);
+METAL_FUNC void add_packed(thread const Rows& rows, thread const Rows& then, thread Ahead<N>& ahead,
+                           threadgroup const float* x, ushort lane, float factor, thread Shares& shares) {
+    const uint end = stretch_of(rows, rows.end);
+    for (uint i = stretch_of(rows, rows.begin) + lane;;) {
+#pragma unroll
+        for (ushort a = 0; a < N; ++a) {
+            if (i + a * kSimd >= end) break;
+            add_stretch<kBits, T>(ahead.stretch[a], i + a * kSimd, x, factor, shares.total);
+        }
         i += N * kSimd;
-        if (i >= end) return;
-        load(rows, i + lane, ahead);
+        if (i - lane >= end) break;
+        load(rows, i, ahead);
     }
+    load(then, stretch_of(then, then.begin) + lane, ahead);
 }
 
 // The same of rows that are kept in another way, number by number.
 METAL_FUNC void add_numbers(thread const Rows& rows, threadgroup const float* x, ushort lane, float factor,
-                            thread float* total) {
+                            thread Shares& shares) {
     const args::Matrix row = {1, rows.end, rows.bits, rows.type};
     for (uint k = rows.begin + lane; k < rows.end; k += kSimd)
-        for (ushort r = 0; r < kRowsOfSimd; ++r) {
-            const Weights w = {rows.weight[r], rows.scales[r], rows.biases[r]};
-            total[r] += element(w, row, 0, k) * x[args::spread(k)] * factor;
-        }
+        for (ushort r = 0; r < kRowsOfSimd; ++r)
+            shares.total[r] += element(rows.row(r), row, 0, k) * vector_element(x, k) * factor;
 }
 
-// total[r] += factor * (row r . x), this lane's share; ahead: what load() gave.
+// y[r] = the r-th sum; every lane gets every one.
+METAL_FUNC void sums(thread const Shares& shares, ushort, thread float* y) {
+#pragma unroll
+    for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = simd_sum(shares.total[r]);
+}
+
+#endif
+
+// Adds factor * (row r . x), this lane's part. ahead: what load() gave of the rows, and then of those that come
+// next.
 template <ushort N>
-METAL_FUNC void add_shares(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x,
-                           ushort lane, float factor, thread float* total) {
+METAL_FUNC void add_shares(thread const Rows& rows, thread const Rows& then, thread Ahead<N>& ahead,
+                           threadgroup const float* x, ushort lane, float factor, thread Shares& shares) {
     if (rows.begin == rows.end) return;
-    if (!rows.packed()) return add_numbers(rows, x, lane, factor, total);
+    if (!rows.packed()) return add_numbers(rows, x, lane, factor, shares);
     if (rows.bits == 4 && rows.type == args::kBf16)
-        return add_packed<4, bfloat, N>(rows, ahead, x, lane, factor, total);
-    if (rows.bits == 4) return add_packed<4, half, N>(rows, ahead, x, lane, factor, total);
-    if (rows.type == args::kBf16) return add_packed<8, bfloat, N>(rows, ahead, x, lane, factor, total);
-    add_packed<8, half, N>(rows, ahead, x, lane, factor, total);
+        return add_packed<4, bfloat, N>(rows, then, ahead, x, lane, factor, shares);
+    if (rows.bits == 4) return add_packed<4, half, N>(rows, then, ahead, x, lane, factor, shares);
+    if (rows.type == args::kBf16) return add_packed<8, bfloat, N>(rows, then, ahead, x, lane, factor, shares);
+    add_packed<8, half, N>(rows, then, ahead, x, lane, factor, shares);
 }
 
 // y[r] = row r . x; every lane gets every sum.
 template <ushort N>
+METAL_FUNC void dots(thread const Rows& rows, thread const Rows& then, thread Ahead<N>& ahead,
+                     threadgroup const float* x, ushort lane, thread float* y) {
+    Shares shares;
+    add_shares(rows, then, ahead, x, lane, 1.0f, shares);
+    sums(shares, lane, y);
+}
+template <ushort N>
 METAL_FUNC void dots(thread const Rows& rows, thread Ahead<N>& ahead, threadgroup const float* x, ushort lane,
                      thread float* y) {
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = 0;
-    add_shares(rows, ahead, x, lane, 1.0f, y);
-#pragma unroll
-    for (ushort r = 0; r < kRowsOfSimd; ++r) y[r] = simd_sum(y[r]);
+    const Rows none = {};
+    dots(rows, none, ahead, x, lane, y);
 }
 
 // Leaves a SIMD-group's sums where others of its threadgroup find them.

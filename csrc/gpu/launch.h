@@ -70,8 +70,8 @@ inline uint32_t blocks_of(const args::Matrix& m) {
 }
 
 // Of a vector of so many floats that rows are multiplied with, in threadgroup memory.
-inline uint32_t spread_bytes(uint32_t floats) {
-    return args::spread(floats) * static_cast<uint32_t>(sizeof(float));
+inline uint32_t vector_bytes(uint32_t floats) {
+    return args::vector_floats(floats) * static_cast<uint32_t>(sizeof(float));
 }
 
 inline uint32_t groups_for(uint32_t blocks) {
@@ -82,7 +82,7 @@ struct Launch {
     std::string kernel;
     std::array<uint32_t, 3> groups;
     uint32_t threads = kSimds * kSimd;
-    std::array<uint32_t, 2> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
+    std::array<uint32_t, 3> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
     std::span<const Binding> reached = {};
     const uint32_t* indirect = nullptr;  // see Dispatch
     double operations = 0;               // see Dispatch

@@ -104,8 +104,8 @@ void GpuOps::multiply_rows(const Linear& w, const Rows& x, uint32_t T, float* y,
     const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
         {.kernel = "matvec",
-         .groups = {groups_for(2 * blocks_of(p.matrix)), T, 1},
-         .threadgroup = {spread_bytes(p.matrix.columns)}},
+         .groups = {groups_for(args::kMatvecParts * blocks_of(p.matrix)), T, 1},
+         .threadgroup = {vector_bytes(p.matrix.columns)}},
         p,
         Buffers()
             .read(x.data, x.bytes)

@@ -10,6 +10,7 @@ namespace lily {
 
 namespace {
 
+constexpr uint32_t kMoeDownOutputs = 4;  // of a threadgroup of moe_down, times four: 384 threads
 constexpr int64_t kSortRun = 256;  // assignments that a threadgroup of the sort takes: metal/experts.metal
 
 }  // namespace
@@ -40,7 +41,7 @@ void GpuOps::moe_route(const LayerWeights& layer, const Batch& batch) {
     const float* x = normed(here(layer).post_norm, a_.x.as<float>(), T, a_.h.as<float>());
     const uint32_t blocks = blocks_of(p.router) + 1 + blocks_of(p.shared_gate);
     run(recorder_,
-        {.kernel = "moe_route", .groups = {groups_for(2 * blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
+        {.kernel = "moe_route", .groups = {groups_for(2 * blocks), T, 1}, .threadgroup = {vector_bytes(D)}},
         p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, T))
@@ -72,7 +73,7 @@ void GpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     run(recorder_,
         {.kernel = "moe_up",
          .groups = {groups_for(2 * blocks), T, 1},
-         .threadgroup = {spread_bytes(D), 4 * p.experts}},
+         .threadgroup = {vector_bytes(D), 4 * p.experts, 8 * p.experts}},
         p,
         Buffers()
             .read(a_.h.data, bytes_of_rows(a_.h, T))
@@ -92,9 +93,12 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
                           static_cast<uint32_t>(c_.experts_per_token)};
     if (tiled(batch)) return moe_down_tiles(layer, p, T);
     if (!options_.fused_moe) return moe_down_steps(layer, T);
-    const auto inputs = static_cast<uint32_t>(c_.hidden_width() + c_.shared_width);
+    const uint32_t experts = p.experts_per_token * vector_bytes(p.down.columns);
     run(recorder_,
-        {.kernel = "moe_down", .groups = {blocks_of(p.down), T, 1}, .threadgroup = {spread_bytes(inputs)}}, p,
+        {.kernel = "moe_down",
+         .groups = {ceil_div(blocks_of(p.down), kMoeDownOutputs), T, 1},
+         .threads = kSimd * kMoeDownOutputs * args::kMoeDownParts,
+         .threadgroup = {experts + vector_bytes(static_cast<uint32_t>(c_.shared_width))}}, p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))
@@ -175,7 +179,7 @@ void GpuOps::choose_experts(uint32_t T, uint32_t rounded) {
         {.kernel = "moe_up_choose",
          .groups = {T, 1, 1},
          .threads = 4 * kSimd,
-         .threadgroup = {4 * p.experts}},
+         .threadgroup = {4 * p.experts, 8 * p.experts}},
         p,
         Buffers()
             .read(a_.h.data, size_t{T} * rounded * sizeof(float))
@@ -210,7 +214,7 @@ void GpuOps::multiply_experts(const Linear& w, uint32_t rows, const Tensor& x, b
     run(recorder_,
         {.kernel = "matvec_experts",
          .groups = {groups_for(blocks_of(p.matrix)), assignments, 1},
-         .threadgroup = {spread_bytes(p.matrix.columns)}},
+         .threadgroup = {vector_bytes(p.matrix.columns)}},
         p,
         Buffers()
             .read(x.data, bytes_of_rows(x, T))

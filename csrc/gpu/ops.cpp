@@ -20,6 +20,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       rows_(rows),
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
+      at_once_(device_->threadgroups_at_once()),
       tile_kernels_(options.tiles != "simdgroup" && device_->tensor_operations() ? kTensorKernels : ""),
       recorder_(*device_, options.concurrent) {
     LILY_CHECK(
@@ -42,7 +43,8 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
         slot.turns = scratch(T * c.rotary_dim);
         slot.sequences =
             reinterpret_cast<args::Sequence*>(scratch(kSequences * sizeof(args::Sequence) / sizeof(float)));
-        slot.token = reinterpret_cast<int32_t*>(scratch(1));
+        owned_.push_back(device_->allocate_shared(sizeof(int32_t)));
+        slot.token = reinterpret_cast<int32_t*>(owned_.back().get());
     }
     const int64_t widest = std::max(c.hidden, c.value_heads * c.value_dim);
     rounded_ = scratch((T * widest + 1) / 2);
@@ -233,7 +235,7 @@ void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const auto D = static_cast<uint32_t>(c_.hidden);
     const auto T = static_cast<uint32_t>(rows), blocks = ceil_div(p.matrix[0].rows, args::kLogitBlock);
     const float* x = normed(norm_, row(a_.x, first), T, normed_);
-    run(recorder_, {.kernel = "head", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}},
+    run(recorder_, {.kernel = "head", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}},
         p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, rows))
@@ -259,7 +261,7 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
-        {.kernel = "gdn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
+        {.kernel = "gdn_in", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}}, p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, T))
             .norm(here(layer).input_norm, p.normed)
@@ -292,8 +294,9 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     }
     run(recorder_,
         {.kernel = "gdn_out",
-         .groups = {groups_for(2 * blocks_of(p.out)), T, 1},
-         .threadgroup = {spread_bytes(p.out.columns)}},
+         .groups = {groups_for(args::kMatvecParts * blocks_of(p.out)), T, 1},
+         .threadgroup = {vector_bytes(p.out.columns),
+                         p.out.columns}},
         p,
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
@@ -317,7 +320,7 @@ void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
-        {.kernel = "attn_in", .groups = {groups_for(blocks), T, 1}, .threadgroup = {spread_bytes(D)}}, p,
+        {.kernel = "attn_in", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}}, p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, T))
             .norm(here(layer).input_norm, p.normed)

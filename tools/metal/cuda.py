@@ -19,6 +19,7 @@ from tools.metal.clang import CompileError
 
 LINK = os.environ.get("METAL_LLVM_LINK", "llvm-link-22")
 TILES = clang.HERE / "language" / "cuda_tile.h"
+PRODUCTS = clang.HERE / "language" / "cuda_products.h"
 # bfloat arithmetic and ldmatrix need sm_80 (Ampere); PTX of an architecture runs on all later ones.
 ARCHITECTURE = "sm_80"
 TARGET = ["--target=nvptx64-nvidia-cuda", f"-march={ARCHITECTURE}"]
@@ -35,13 +36,20 @@ _DYNAMIC = re.compile(r"call [^@\n]*@msl_dynamic_memory\(\)[^\n]*")
 
 
 def compile(
-    files: Sequence[Path], output: Path, *, include: Iterable[Path] = (), define: Iterable[str] = ()
+    files: Sequence[Path],
+    output: Path,
+    *,
+    include: Iterable[Path] = (),
+    define: Iterable[str] = (),
 ) -> Path:
     """Compile .metal files into one file of PTX whose entries have the host's names, and give its path.
 
     Raises CompileError with file, line and reason for every fault.
     """
-    include, define = list(include), [*define, f'LILY_TILES="{TILES}"', "MSL_CUDA=1"]
+    include, define = (
+        list(include),
+        [*define, f'LILY_TILES="{TILES}"', f'LILY_PRODUCTS="{PRODUCTS}"', "MSL_CUDA=1"],
+    )
     translations = [clang.translate(Path(file), include, define, None) for file in files]
     faults = [str(problem) for t in translations for problem in t.problems]
     faults += [

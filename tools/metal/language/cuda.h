@@ -80,6 +80,11 @@ MSL_FN T msl_combine_two(T a, T b) {
 }
 template <uint operation, class T>
 MSL_FN T msl_butterfly(T value) {
+    constexpr bool whole = metal::is_same_v<T, int>, natural = metal::is_same_v<T, uint>;
+    if constexpr (operation == 2 && natural) return __nvvm_redux_sync_umax(value, (int)MSL_WARP);
+    if constexpr (operation == 3 && natural) return __nvvm_redux_sync_umin(value, (int)MSL_WARP);
+    if constexpr (operation == 2 && whole) return __nvvm_redux_sync_max(value, (int)MSL_WARP);
+    if constexpr (operation == 3 && whole) return __nvvm_redux_sync_min(value, (int)MSL_WARP);
     for (int mask = 1; mask < 32; mask *= 2) {
         const int other = __nvvm_shfl_sync_bfly_i32(MSL_WARP, __builtin_bit_cast(int, value), mask, 31);
         value = msl_combine_two<operation>(value, __builtin_bit_cast(T, other));
