@@ -58,8 +58,11 @@ struct F32 {
     static LILY_INLINE Floats vector(const void* p, int64_t i) { return load_as<Floats>(at(p, i)); }
 };
 struct I8 {
+    static LILY_INLINE const int8_t* at(const void* p, int64_t i) {
+        return static_cast<const int8_t*>(p) + i;
+    }
     static LILY_INLINE Floats vector(const void* p, int64_t i) {
-        return __builtin_convertvector(load_as<Bytes>(static_cast<const int8_t*>(p) + i), Floats);
+        return __builtin_convertvector(load_as<Bytes>(at(p, i)), Floats);
     }
 };
 template <class Type>
@@ -338,6 +341,17 @@ void delta(const DeltaSpan& span, int first, int lanes) {
 
 // ---- Attention
 
+// Rows of a page are read a few lanes at a time, again and again: the first time asks memory for the whole of
+// a row, some rows ahead.
+constexpr int kRowsAhead = 8;
+template <class Type>
+LILY_INLINE void ask_for_row(const void* rows, int64_t row, int64_t width) {
+    const auto* at = reinterpret_cast<const char*>(Type::at(rows, row * width));
+    for (const auto* end = reinterpret_cast<const char*>(Type::at(rows, (row + 1) * width)); at < end;
+         at += 64)
+        __builtin_prefetch(at, 0, 2);
+}
+
 // scores (heads, 256) of Q heads against one page of keys, for the lanes that `count` positions need.
 template <int Q, class Type>
 void page_scores(const void* keys, const float* query, int head_dim, int64_t count, float* scores) {
@@ -345,6 +359,7 @@ void page_scores(const void* keys, const float* query, int head_dim, int64_t cou
         Floats low[Q], high[Q];
         for (int h = 0; h < Q; ++h) low[h] = high[h] = Floats{};
         for (int d = 0; d < head_dim; ++d) {
+            if (key == 0) ask_for_row<Type>(keys, d + kRowsAhead, kPage);
             const Floats a = Type::vector(keys, d * kPage + key),
                          b = Type::vector(keys, d * kPage + key + kLanes);
             for (int h = 0; h < Q; ++h) {
@@ -370,6 +385,7 @@ void page_values(const void* values, const float* scores, int head_dim, int64_t 
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[h][n] = load(out + h * stride + first + n * kLanes);
     for (int64_t key = 0; key < count; ++key) {
+        if (first == 0) ask_for_row<Type>(values, key + kRowsAhead, head_dim);
         Floats value[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) value[n] = Type::vector(values, key * head_dim + first + n * kLanes);
