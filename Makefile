@@ -17,6 +17,9 @@ SANITIZED := build/sanitized
 SANITIZE := --config-settings=build-dir=build/sanitized-{wheel_tag} --config-settings=cmake.define.LILY_SANITIZE=ON \
 	--config-settings=cmake.define.LILY_PTX=OFF
 
+# Long tests that look at a clock or at memory, and so run alone.
+LOAD := tests/test_server_load.py tests/test_server_malformed.py tests/test_soak.py tests/test_limits.py
+
 .PHONY: help demo test test-long sanitize sanitize-threads toolchain kernels ptx lint format stubs docs clean FORCE
 .DEFAULT_GOAL := help
 
@@ -31,7 +34,8 @@ test: $(VENV)/extra-test  ## build, install, and run the default suite: at most 
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-long: $(VENV)/extra-test  ## load, fuzz and sanitizers: at most 45 minutes on two cores
-	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long $(ARGS)
+	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long -n auto $(LOAD:%=--ignore=%) $(ARGS)
+	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=long $(LOAD) $(ARGS)
 	@$(MAKE) sanitize
 	@$(MAKE) sanitize-threads
 

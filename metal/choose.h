@@ -40,7 +40,7 @@ METAL_FUNC void choose(threadgroup const float* logits, threadgroup Candidate* c
     for (uint c = lane; c < count; c += kSimd) {
         const Candidate mine = candidates[c];
         uint rank = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (uint o = 0; o < count; ++o) {
             const float other = candidates[o].logit;
             rank += other > mine.logit || (other == mine.logit && o < c);

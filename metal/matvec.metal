@@ -233,7 +233,8 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
         }
         if (last == end && p.best) {
             key = simd_max(key);
-            if (lane == 0) best[group.y * ((m.rows + args::kLogitBlock - 1) / args::kLogitBlock) + block] = key;
+            const uint blocks = (m.rows + args::kLogitBlock - 1) / args::kLogitBlock;
+            if (lane == 0) best[group.y * blocks + block] = key;
             key = 0;
         }
         row = after;
@@ -269,10 +270,11 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
         float sum = 0;
 #pragma unroll
         for (ushort q = 0; q < kQuads; ++q) {
-            const float4 of = *(device const float4*)(y + i + 4 * q), gate = *(device const float4*)(z + i + 4 * q);
-            const float4 weight = *(device const float4*)(norm + (i + 4 * q) % Dv);
+            const uint at = i + 4 * q;
+            const float4 of = *(device const float4*)(y + at), gate = *(device const float4*)(z + at);
+            const float4 opened = {silu(gate[0]), silu(gate[1]), silu(gate[2]), silu(gate[3])};
             sum += dot(of, of);
-            *slot(h, i + 4 * q) = float4(silu(gate[0]), silu(gate[1]), silu(gate[2]), silu(gate[3])) * of * weight;
+            *slot(h, at) = opened * of * *(device const float4*)(norm + at % Dv);
         }
         squares[i / (4 * kQuads)] = sum;
     }

@@ -78,8 +78,8 @@ struct DownRows {
     const NormInput in = norm_input(x + t * D, norm, D, p.normed, thread_index);
     const Rows rows = rows_of(w, m, row, count, shares ? 0 : half_of, shares ? 1 : kParts);
     Ahead<kAhead> ahead = load<kAhead>(rows, lane);
-    const float scale = norm_row(in, x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index, threads,
-                                 simd, simds, lane);
+    const float scale = norm_row(in, x + t * D, norm, D, p.epsilon, p.normed, h, partial, thread_index,
+                                 threads, simd, simds, lane);
     if (group.x == 0 && !p.normed)
         for (uint i = thread_index; i < D; i += threads) h_out[t * D + i] = x[t * D + i] * scale * norm[i];
     float y[kRowsOfSimd];

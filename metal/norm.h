@@ -65,8 +65,9 @@ METAL_FUNC NormInput norm_input(device const float* x, device const float* weigh
 // h = x / rms(x) * weight, a row of n values, as write_vector puts it, by a whole threadgroup; or h = x, if
 // that is normed already. Ends with a barrier; returns 1 / rms(x).
 METAL_FUNC float norm_row(thread const NormInput& in, device const float* x, device const float* weight,
-                          uint n, float epsilon, bool normed, threadgroup float* h, threadgroup float* partial,
-                          uint thread_index, uint threads, ushort simd, ushort simds, ushort lane) {
+                          uint n, float epsilon, bool normed, threadgroup float* h,
+                          threadgroup float* partial, uint thread_index, uint threads, ushort simd,
+                          ushort simds, ushort lane) {
     float scale = 1;
     if (!normed) {
         float squares = 0;

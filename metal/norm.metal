@@ -49,12 +49,23 @@ template <class T>
     y += t * p.y_stride;
     z += t * width;
     h += t * width;
+    constexpr ushort kKept = 4 * kQuads;  // as gdn_out adds squares up
     for (uint head = simd * Dv; head < width; head += simds * Dv) {
         float squares = 0;
-        for (uint i = lane; i < Dv; i += kSimd) squares += y[head + i] * y[head + i];
-        const float scale = precise::rsqrt(simd_sum(squares) / float(Dv) + p.epsilon);
+        for (uint first = 0; first < Dv; first += kSimd * kKept) {
+            float sum = 0;
+#pragma unroll
+            for (ushort q = 0; q < kQuads; ++q) {
+                const uint i = first + lane * kKept + 4 * q;
+                const float4 of = i < Dv ? *(device const float4*)(y + head + i) : float4(0.0f);
+                sum += dot(of, of);
+            }
+            const ushort kept = min(uint(kSimd), (Dv - first) / kKept);
+            for (ushort o = 0; o < kept; ++o) squares += simd_shuffle(sum, o);
+        }
+        const float scale = precise::rsqrt(squares / float(Dv) + p.epsilon);
         for (uint i = lane; i < Dv; i += kSimd)
-            h[head + i] = T(silu(z[head + i]) * (y[head + i] * scale * norm[i]));
+            h[head + i] = T(silu(z[head + i]) * y[head + i] * norm[i] * scale);
     }
 }
 

@@ -231,8 +231,8 @@ METAL_FUNC void sums(thread const Shares& shares, ushort, thread float* y) {
 
 #endif
 
-// Adds factor * (row r . x), this lane's part. ahead: what load() gave of the rows, and then of those that come
-// next.
+// Adds factor * (row r . x), this lane's part. ahead: what load() gave of the rows, and then of those that
+// come next.
 template <ushort N>
 METAL_FUNC void add_shares(thread const Rows& rows, thread const Rows& then, thread Ahead<N>& ahead,
                            threadgroup const float* x, ushort lane, float factor, thread Shares& shares) {

@@ -1,5 +1,5 @@
-// The halves of a product of a matrix and a vector, which bench/limits.py measures the whole beside. The kernels
-// are whole unless they are compiled with one of these defined, which nothing but that bench does:
+// The halves of a product of a matrix and a vector, which bench/limits.py measures the whole beside. The
+// kernels are whole unless they are compiled with one of these defined, which nothing but that bench does:
 //   LILY_LOADS_ONLY       every weight is loaded, and one number of each word counts
 //   LILY_ARITHMETIC_ONLY  everything is computed, on numbers made from the index instead of weights
 #pragma once

@@ -15,6 +15,7 @@ TINY = CHECKPOINTS["tiny"]
 # What says where and for whom a model runs, or what it keeps, and is no way to compute the same thing faster.
 NO_TECHNIQUE = {
     *("device", "threads", "simd", "repack", "kernels", "kv", "decode_batch", "checkpoint_tokens"),
+    "resident_seconds",  # for how long memory stays wired
     "speculate",  # bench/speculate.py: its gain depends on the text
 }
 

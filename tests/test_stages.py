@@ -106,7 +106,7 @@ def test_contexts_are_those_that_fit(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (["--stages", "--context", "many"], "wanted a number of tokens, such as 4096 or 4K, got 'many'"),
-        (["--stages", "--context", "256K"], "position: wanted 0 to 262143, got 262144"),
+        (["--stages", "--context", "256K"], "context: wanted at most 262143 tokens before the step"),
         (["--context", "4K"], "--context: wanted with --stages only"),
     ],
 )

@@ -2,9 +2,9 @@
 // nor importing needs CUDA. The kernels are PTX that tools/metal/cuda.py made of metal/*.metal, which the
 // driver compiles for the GPU at hand.
 //
-// One stream takes every dispatch in order, so a barrier is what the stream does anyhow. What lies between two
-// commits is launched at once: as a graph, if the same kernels came in the same order before, whose nodes then
-// only get the arguments that differ.
+// One stream takes every dispatch in order, so a barrier is what the stream does anyhow. What lies between
+// two commits is launched at once: as a graph, if the same kernels came in the same order before, whose nodes
+// then only get the arguments that differ.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -32,11 +32,11 @@ using DeviceNumber = int;
 using Address = unsigned long long;
 using Handle = void*;
 enum : int { kSuccess = 0, kOutOfMemory = 2 };
-enum : int { kMajor = 75, kMinor = 76 };           // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-enum : int { kProcessors = 16 };                   // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-enum : int { kMostShared = 97 };                   // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+enum : int { kMajor = 75, kMinor = 76 };  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+enum : int { kProcessors = 16 };          // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+enum : int { kMostShared = 97 };          // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 enum : int { kFixedShared = 1, kDynamicShared = 8, kCarveout = 9 };  // CU_FUNC_ATTRIBUTE_*
-enum : int { kErrorLog = 5, kErrorLogBytes = 6 };  // CU_JIT_*
+enum : int { kErrorLog = 5, kErrorLogBytes = 6 };                    // CU_JIT_*
 
 struct Node {  // CUDA_KERNEL_NODE_PARAMS
     Handle function;
@@ -49,7 +49,7 @@ struct Node {  // CUDA_KERNEL_NODE_PARAMS
 constexpr int kLeastMajor = 8;            // compute capability: Ampere
 constexpr size_t kMostDispatches = 1024;  // of a graph
 constexpr size_t kGraphs = 8;             // that are kept
-constexpr size_t kArguments = 256;  // bytes of msl_arguments, tools/metal/language/cuda.h
+constexpr size_t kArguments = 256;        // bytes of msl_arguments, tools/metal/language/cuda.h
 
 struct Driver {
 #define LILY_DRIVER(X)                                                                                       \
@@ -169,7 +169,8 @@ std::string contents(const std::string& given) {
     if (given.empty())
         throw DeviceError(
             "option device: cuda cannot be used: this build of Lily has no kernels for NVIDIA GPUs, since no "
-            "clang 22 was there to compile them. Build it where `make toolchain` ran, or pass what `make ptx` "
+            "clang 22 was there to compile them. Build it where `make toolchain` ran, or pass what `make "
+            "ptx` "
             "makes as kernels=\"build/kernels.ptx\".");
     throw DeviceError("option kernels: wanted the kernels' PTX, made by `make ptx`, got '" + file + "'");
 }
@@ -191,7 +192,8 @@ class Cuda final : public Device {
         int options[] = {kErrorLog, kErrorLogBytes};
         void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
         if (const Result r = d_.cuModuleLoadDataEx(&module_, code.c_str(), 2, options, values))
-            throw DeviceError("CUDA: the kernels " + file + " do not compile: " + d_.says(r) + ". " + log.data());
+            throw DeviceError("CUDA: the kernels " + file + " do not compile: " + d_.says(r) + ". " +
+                              log.data());
         check(d_.cuStreamCreate(&stream_, 1), "a stream");  // 1: it does not wait for other users of the GPU
         for (Span& span : spans_) {
             check(d_.cuEventCreate(&span.begin, 0), "an event");

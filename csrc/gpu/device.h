@@ -56,7 +56,7 @@ struct Device {
     virtual bool tensor_operations() const { return false; }
     // Threadgroups of 256 threads that run at once, if a kernel is better off with no more of them.
     virtual uint32_t threadgroups_at_once() const { return ~0u; }
-    virtual Memory allocate(size_t bytes) = 0;   // zero-filled
+    virtual Memory allocate(size_t bytes) = 0;                                // zero-filled
     virtual Memory allocate_shared(size_t bytes) { return allocate(bytes); }  // that the host reads in place
     virtual void dispatch(const Dispatch&) = 0;  // may run beside earlier ones until a barrier
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote
@@ -103,8 +103,8 @@ struct Device {
 // Runs kernels that tools/metal compiled for the CPU. `folder` holds them.
 std::unique_ptr<Device> make_simulator(const std::string& folder);
 
-// The first NVIDIA GPU, with kernels that tools/metal compiled to PTX: `file`, or those of the package. Throws
-// DeviceError without one.
+// The first NVIDIA GPU, with kernels that tools/metal compiled to PTX: `file`, or those of the package.
+// Throws DeviceError without one.
 std::unique_ptr<Device> make_cuda(const std::string& file);
 bool has_cuda(const std::string& file);  // whether there is one that runs them
 

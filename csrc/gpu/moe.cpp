@@ -98,7 +98,8 @@ void GpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
         {.kernel = "moe_down",
          .groups = {ceil_div(blocks_of(p.down), kMoeDownOutputs), T, 1},
          .threads = kSimd * kMoeDownOutputs * args::kMoeDownParts,
-         .threadgroup = {experts + vector_bytes(static_cast<uint32_t>(c_.shared_width))}}, p,
+         .threadgroup = {experts + vector_bytes(static_cast<uint32_t>(c_.shared_width))}},
+        p,
         Buffers()
             .read(a_.expert.data, bytes_of_rows(a_.expert, T))
             .read(a_.weight.data, bytes_of_rows(a_.weight, T))

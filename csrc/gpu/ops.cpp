@@ -235,7 +235,10 @@ void GpuOps::head(const Weights&, int first, int rows, float* logits) {
     const auto D = static_cast<uint32_t>(c_.hidden);
     const auto T = static_cast<uint32_t>(rows), blocks = ceil_div(p.matrix[0].rows, args::kLogitBlock);
     const float* x = normed(norm_, row(a_.x, first), T, normed_);
-    run(recorder_, {.kernel = "head", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}},
+    run(recorder_,
+        {.kernel = "head",
+         .groups = {std::min(groups_for(blocks), at_once_), T, 1},
+         .threadgroup = {vector_bytes(D)}},
         p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, rows))
@@ -261,7 +264,10 @@ void GpuOps::gdn_in(const LayerWeights& layer, const Batch& batch) {
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
-        {.kernel = "gdn_in", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}}, p,
+        {.kernel = "gdn_in",
+         .groups = {std::min(groups_for(blocks), at_once_), T, 1},
+         .threadgroup = {vector_bytes(D)}},
+        p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, T))
             .norm(here(layer).input_norm, p.normed)
@@ -295,8 +301,7 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     run(recorder_,
         {.kernel = "gdn_out",
          .groups = {groups_for(args::kMatvecParts * blocks_of(p.out)), T, 1},
-         .threadgroup = {vector_bytes(p.out.columns),
-                         p.out.columns}},
+         .threadgroup = {vector_bytes(p.out.columns), p.out.columns}},
         p,
         Buffers()
             .read(a_.y.data, bytes_of_rows(a_.y, T))
@@ -320,7 +325,10 @@ void GpuOps::attn_in(const LayerWeights& layer, const Batch& batch) {
     uint32_t blocks = 0;
     for (const args::Matrix& m : p.matrix) blocks += blocks_of(m);
     run(recorder_,
-        {.kernel = "attn_in", .groups = {std::min(groups_for(blocks), at_once_), T, 1}, .threadgroup = {vector_bytes(D)}}, p,
+        {.kernel = "attn_in",
+         .groups = {std::min(groups_for(blocks), at_once_), T, 1},
+         .threadgroup = {vector_bytes(D)}},
+        p,
         Buffers()
             .read(x, bytes_of_rows(a_.x, T))
             .norm(here(layer).input_norm, p.normed)
