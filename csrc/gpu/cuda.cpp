@@ -169,9 +169,8 @@ std::string contents(const std::string& given) {
     if (given.empty())
         throw DeviceError(
             "option device: cuda cannot be used: this build of Lily has no kernels for NVIDIA GPUs, since no "
-            "clang 22 was there to compile them. Build it where `make toolchain` ran, or pass what `make "
-            "ptx` "
-            "makes as kernels=\"build/kernels.ptx\".");
+            "clang 22 was there to compile them. Build it where `make toolchain` ran, or pass what "
+            "`make ptx` makes as kernels=\"build/kernels.ptx\".");
     throw DeviceError("option kernels: wanted the kernels' PTX, made by `make ptx`, got '" + file + "'");
 }
 
@@ -396,7 +395,7 @@ class Cuda final : public Device {
                                         one.threads, 1, 1, one.shared, stream_, list.data(), nullptr),
                       one.kernel->name);
             }
-            before_ = pass_;
+            before_.swap(pass_);
             return;
         }
         if (!best || (alike == 1 && least > static_cast<std::ptrdiff_t>(pass_.size() / 2))) {

@@ -8,7 +8,8 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.metal import clang, compile
+from tools.metal import clang
+from tools.metal.compile import library_of_modules
 from tools.metal.kernels import Argument, Function, Instance, Kernels
 
 LAYOUT = (
@@ -98,7 +99,7 @@ def replay(metallib: Metallib, names: Sequence[str], folder: Path) -> Path:
         modules[-1].write_text(code)
         kernels.functions[name] = function
         kernels.instances.append(Instance(name, name, None, function.where))
-    return compile.library_of_modules(modules, kernels, folder / "air")
+    return library_of_modules(modules, kernels, folder / "air")
 
 
 def lower(code: str, name: str, entry: str) -> tuple[str, Function]:
