@@ -21,10 +21,14 @@ std::vector<CodePath> code_paths() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    return {{&kKernelsAvx512Vnni, vnni},
-            {&kKernelsAvx512, avx512},
-            {&kKernelsAvx2, avx2},
-            {&kKernelsPlain, true}};
+    return {
+#if defined(__linux__)
+        {&kKernelsAmxPrompt, vnni && has_amx()},
+#endif
+        {&kKernelsAvx512Vnni, vnni},
+        {&kKernelsAvx512, avx512},
+        {&kKernelsAvx2, avx2},
+        {&kKernelsPlain, true}};
 #else
     return {{&kKernelsPlain, true}};
 #endif
@@ -51,11 +55,14 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
     if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv,
                                         make_metal({options.kernels, options.resident_seconds, notice}));
-    const Kernels &steps = choose(options.simd), *prompts = &steps;
+    const Kernels *steps = &choose(options.simd), *prompts = steps;
 #if defined(__x86_64__)
-    if (&steps == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
+#if defined(__linux__)
+    if (prompts == &kKernelsAmxPrompt) steps = &kKernelsAvx512Vnni;
 #endif
-    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, steps, *prompts);
+    if (prompts == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
+#endif
+    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, *steps, *prompts);
 }
 
 }  // namespace lily

@@ -19,16 +19,18 @@ CHECKPOINTS = {
 }
 
 
+def runs(simd: str) -> bool:
+    """Tell whether this CPU can run a code path."""
+    try:
+        _core.Session(_core.Weights(str(CHECKPOINTS["tiny"])), {"simd": simd})
+    except errors.DeviceError:
+        return False
+    return True
+
+
 def code_paths() -> list[str]:
-    """Return the code paths that this CPU can run; the plain one always can."""
-    weights = _core.Weights(str(CHECKPOINTS["tiny"]))
-    found = []
-    for simd in ("avx512vnni", "avx512", "avx2", "plain"):
-        try:
-            _core.Session(weights, {"simd": simd})
-        except errors.DeviceError:
-            continue
-        found.append(simd)
+    """Return the code paths in float32 that this CPU can run; the plain one always can."""
+    found = [simd for simd in ("avx512vnni", "avx512", "avx2", "plain") if runs(simd)]
     assert "plain" in found
     return found
 
@@ -64,6 +66,7 @@ def backends() -> list[str]:
     cpus = [
         path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd
     ]
+    cpus += ["amx tiles", "amx packed tiles"] if runs("amx") else []
     return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
 
 
@@ -76,8 +79,8 @@ def can_pack(simd: str) -> bool:
 def options_of(backend: str) -> dict[str, str]:
     """Return the options that choose a backend."""
     device, _, kind = backend.partition(" ")
-    if device in code_paths():
-        return {"device": "cpu", "simd": device, "repack": "on" if kind == "packed" else "off"}
+    if device in ("amx", *code_paths()):
+        return {"device": "cpu", "simd": device, "repack": "on" if "packed" in kind else "off"}
     file = os.environ["LILY_PTX"] if device == "cuda" else metal() if device == "metal" else kernels()
     return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})
 

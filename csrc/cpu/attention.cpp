@@ -121,6 +121,47 @@ void CpuOps::attend_rows(const LayerWeights& layer, const Batch& batch) {
     }
 }
 
+// Whether this pass takes attention in tiles: for all of a prompt's rows or none.
+bool CpuOps::flashes() const {
+    return kernels_->flash_page && kv_ == DType::bf16 && c_.head_dim % 32 == 0 &&
+           c_.heads / c_.kv_heads <= FlashBlock::kRows;
+}
+
+// A task is a block of rows with one key/value head: each page becomes tiles once for all of them.
+void CpuOps::attend_tiles(const LayerWeights& layer, const Segment& segment) {
+    const int group = c_.heads / c_.kv_heads, Dh = c_.head_dim, most = FlashBlock::kRows / group;
+    const int blocks = (segment.length + most - 1) / most;
+    const int64_t work = 2 * segment.length * (segment.position + segment.length) * c_.heads * Dh;
+    threads_.run(static_cast<int64_t>(blocks) * c_.kv_heads, work, [&](int64_t task, int thread) {
+        const int kv_head = static_cast<int>(task % c_.kv_heads);
+        const int first = (blocks - 1 - static_cast<int>(task / c_.kv_heads)) * most;  // the longest first
+        const int rows = std::min(most, segment.length - first);
+        FlashBlock block;
+        block.lay_out(thread_ + thread * thread_floats_, rows * group, Dh);
+        const auto query_row = [&](int m) { return int64_t{segment.row} + first + m / group; };
+        const float* query[FlashBlock::kRows];
+        for (int m = 0; m < block.rows; ++m)
+            query[m] = query_ + (query_row(m) * c_.heads + kv_head * group + m % group) * Dh;
+        kernels_->flash_begin(block, query);
+        const size_t plane = segment.state->layout().head * static_cast<size_t>(kv_head);
+        const int64_t end = segment.position + first + rows;  // of the positions that the last row sees
+        for (int64_t page = 0; page * kPageTokens < end; ++page) {
+            int64_t seen[FlashBlock::kRows];
+            for (int m = 0; m < block.rows; ++m)
+                seen[m] = segment.position + first + m / group + 1 - page * kPageTokens;
+            kernels_->flash_page(block, segment.state->keys(layer.index, page) + plane,
+                                 segment.state->values(layer.index, page) + plane,
+                                 std::min<int64_t>(end - page * kPageTokens, kPageTokens), seen);
+        }
+        for (int m = 0; m < block.rows; ++m) {
+            const int64_t r = query_row(m), head = static_cast<int64_t>(kv_head) * group + m % group;
+            float* y = row(a_.y, r) + head * Dh;
+            for (int d = 0; d < Dh; ++d) y[d] = block.out[int64_t{m} * Dh + d] / block.total[m];
+            kernels_->sigmoid_gate(y, row(a_.qg, r) + head * 2 * Dh + Dh, Dh);
+        }
+    });
+}
+
 // A task is one row, one key/value head and one span: a few rows with a long past keep every thread busy.
 void CpuOps::attend_spans(const LayerWeights& layer, const Batch& batch, int64_t spans) {
     const int group = c_.heads / c_.kv_heads;
@@ -153,6 +194,10 @@ void CpuOps::attn_mix(const LayerWeights& layer, const Batch& batch) {
         const Segment& segment = batch.segment_of(r);
         place_row(layer, segment, static_cast<int>(r) - segment.row, thread_ + thread * thread_floats_);
     });
+    if (flashes()) {
+        for (const Segment& segment : batch.segments) attend_tiles(layer, segment);
+        return;
+    }
     int64_t longest = 0;
     for (const Segment& segment : batch.segments)
         longest = std::max(longest, segment.position + segment.length);

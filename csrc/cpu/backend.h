@@ -17,6 +17,7 @@ namespace lily {
 struct Arranged {
     const float* data = nullptr;  // row r at data + r * stride
     int64_t stride = 0;
+    const uint16_t* tiles = nullptr;  // where products take them so, the same rows as tiles
 };
 
 // One step's input, arranged for every bit width that its matrices have.
@@ -25,6 +26,7 @@ struct Inputs {
     const Arranged& of(const Linear& w) const { return by_bits[w.bits / 4]; }
 };
 
+constexpr int kTile = 16;        // rows of a tile
 constexpr int kPromptRows = 16;  // from which a prompt's kernels are used
 constexpr int kMaxTaps = 16;     // of the convolution
 constexpr int kBlockRows = 8;    // query rows that share a pass over a page of keys and values
@@ -102,12 +104,12 @@ class CpuOps final : public Ops {
     // Rows that `fill(r, thread)` returns, arranged for each of the matrices, `offset` floats into the
     // buffers.
     template <class Fill>
-    Inputs prepare(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices,
+    Inputs arrange(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices,
                    const Fill& fill, int64_t offset = 0) {
         const int64_t stride = arranged_floats(columns);
         Inputs inputs;
         for (const Linear* w : matrices)
-            inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride};
+            inputs.by_bits[w->bits / 4] = {arranged_[w->bits / 4] + offset, stride, nullptr};
         threads_.run(rows, rows * columns * kRowWork, [&](int64_t r, int thread) {
             const float* x = fill(r, thread);
             for (int i = 0; i < 3; ++i)
@@ -116,11 +118,21 @@ class CpuOps final : public Ops {
         });
         return inputs;
     }
+    // The same for products with all of the rows.
+    template <class Fill>
+    Inputs prepare(int64_t rows, int64_t columns, std::initializer_list<const Linear*> matrices,
+                   const Fill& fill, int64_t offset = 0) {
+        Inputs inputs = arrange(rows, columns, matrices, fill, offset);
+        Arranged& four = inputs.by_bits[1];
+        if (kernels_->tile_rows && four.data) four.tiles = tile(four, rows, columns);
+        return inputs;
+    }
+    const uint16_t* tile(const Arranged& rows, int64_t count, int64_t columns);
     Product product(const Linear& w, const Inputs& x, const Tensor& out, bool add = false) const {
         return {.w = &w, .x = x.of(w), .out = out.as<float>(), .stride = out.shape[1], .add = add};
     }
     void multiply(std::initializer_list<Product> products, int rows);
-    void product_tile(const Product& product, int64_t first, int64_t outputs, int rows);
+    void product_rows(const Product& product, int64_t first, int64_t outputs, int rows);
     int64_t outputs_of_task(int64_t outputs) const;
 
     void convolve(const LayerWeights&, const Segment&, int t);
@@ -132,12 +144,15 @@ class CpuOps final : public Ops {
     void attend_span(const Segment&, int layer, int kv_head, int first, int rows, int64_t span, float* scores,
                      float* out);
     void attend_rows(const LayerWeights&, const Batch&);
+    bool flashes() const;
+    void attend_tiles(const LayerWeights&, const Segment&);
     void attend_spans(const LayerWeights&, const Batch&, int64_t spans);
     void finish_row(int64_t r, int kv_head, const float* result);
 
     void choose_experts(int64_t r);
     void sort_by_expert(int rows);
-    void expert_up(const MoeWeights&, const Inputs&, int expert, int64_t first, int64_t outputs);
+    void tile_hidden(const Arranged& hidden);
+    void expert_up(const MoeWeights&, const Inputs&, int expert, int64_t first, int64_t outputs, int thread);
     void expert_down(const MoeWeights&, const Inputs&, int expert, int64_t first, int64_t outputs);
     void shared_down(const MoeWeights&, const Inputs&, int rows, int64_t first, int64_t outputs);
 
@@ -154,6 +169,9 @@ class CpuOps final : public Ops {
     size_t scratch_bytes_ = 0;
 
     std::array<float*, 3> arranged_ = {};  // by bit width: 0, 4, 8
+    uint16_t* tiles_ = nullptr;            // (T, the most columns), as tiles; null where none are used
+    uint16_t* hidden_tiles_ = nullptr;     // (T K and what fills up the experts' blocks, F), by expert
+    uint16_t* thread_tiles_ = nullptr;     // (threads, kTileRows, D)
     float* normed_ = nullptr;              // (T, D)
     float* mixed_ = nullptr;               // (T, channels) after the convolution: q, k normalised
     float* decay_ = nullptr;               // (T, Hv)
@@ -164,10 +182,12 @@ class CpuOps final : public Ops {
     float* thread_ = nullptr;  // (threads): scores (H / G, 256), then two (kBlockRows, H / G, Dh + 2)
     int64_t thread_floats_ = 0;
     std::vector<const float*> conv_;  // by delta layer: (C, channels), taps first
+    std::vector<double> rate_;        // (delta layers, Hv) exp(A_log)
     std::vector<double> frequency_;   // (R / 2)
     int32_t* sorted_ = nullptr;       // (T K) slots t K + k, by expert
     std::vector<int32_t> first_of_;   // (E + 1) into sorted_
     std::vector<int32_t> active_;     // experts with at least one row
+    std::vector<int32_t> block_of_;   // (E) the first of its blocks in hidden_tiles_
     SampleScratch sample_scratch_;
     int32_t drawn_ = 0;
 };

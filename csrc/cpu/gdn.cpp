@@ -41,7 +41,7 @@ void CpuOps::gates(const LayerWeights& layer, int64_t r) {
     for (int j = 0; j < c_.value_heads; ++j) {
         const double a = double(row(a_.a, r)[j]) + layer.gdn.dt_bias.as<float>()[j], b = row(a_.b, r)[j];
         const double softplus = std::max(a, 0.0) + std::log1p(std::exp(-std::abs(a)));
-        const double rate = std::exp(double(layer.gdn.a_log.as<float>()[j]));
+        const double rate = rate_[static_cast<size_t>(layer.index * c_.value_heads + j)];
         decay_[r * c_.value_heads + j] = static_cast<float>(std::exp(-rate * softplus));
         beta_[r * c_.value_heads + j] = static_cast<float>(1 / (1 + std::exp(-b)));
     }
@@ -66,8 +66,8 @@ void CpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
     });
     for (const Segment& segment : batch.segments) keep_conv_state(layer, segment);
 
-    // Of a head's values: with Dk = 128 their part of S, 16 KB, stays in the first-level cache.
-    constexpr int kLanesOfTask = 32;
+    // Of a head's values: with Dk = 128 their part of S, 32 KB, stays in the first-level cache.
+    constexpr int kLanesOfTask = 64;
     const int blocks = (c_.value_dim + kLanesOfTask - 1) / kLanesOfTask;
     const auto segments = static_cast<int64_t>(batch.segments.size());
     const int64_t channels = c_.channels(), keys = static_cast<int64_t>(c_.key_heads) * c_.key_dim;

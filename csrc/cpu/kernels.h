@@ -16,7 +16,14 @@ constexpr int64_t arranged_floats(int64_t columns) {
     return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
 }
 
+// Columns of a row in tiles.
+constexpr int64_t tiled_columns(int64_t columns) {
+    return (columns + 127) / 128 * 128;
+}
+
 constexpr int kPackRows = 32;
+constexpr int kTileRows =
+    256;  // the same where they are multiplied in tiles: 1 MB of bfloat16 with 2,048 columns
 constexpr int kPanel = 64;  // rows multiplied at a time: 64 x 2,048 floats stay in a 1 MB second-level cache
 
 // How a product leaves the kernel: stored, or scaled and added to what is there.
@@ -30,6 +37,30 @@ struct AttentionHeads {
     int heads = 0;
     int head_dim = 0;  // Dh
     DType kv = DType::bf16;
+};
+
+// Query rows that share a key/value head, taken through its pages together, and their memory.
+struct FlashBlock {
+    static constexpr int kRows = 256;  // of (token, head) at most: enough to be worth a page's tiles
+    int rows = 0, head_dim = 0;
+    uint16_t* queries = nullptr;  // (kRows / 16, Dh / 32, 16, 32): left operands
+    uint16_t* keys = nullptr;     // (Dh / 32, 16, 16 pairs, 16): right operands, of a page
+    uint16_t* values = nullptr;   // (8, Dh / 16, 16 pairs, 16)
+    float* out = nullptr;         // (kRows, Dh) unnormalised
+    float* most = nullptr;        // (kRows) the largest score
+    float* total = nullptr;       // (kRows) the sum of exponentials
+
+    static int64_t floats(int64_t head_dim) { return (kRows / 2 + 256 + kRows) * head_dim + 2 * kRows; }
+    void lay_out(float* memory, int rows_, int head_dim_) {
+        rows = rows_;
+        head_dim = head_dim_;
+        queries = reinterpret_cast<uint16_t*>(memory);
+        keys = queries + kRows * head_dim;
+        values = keys + 256 * head_dim;
+        out = reinterpret_cast<float*>(values + 256 * head_dim);
+        most = out + kRows * head_dim;
+        total = most + kRows;
+    }
 };
 
 // A head's share of the delta rule over T tokens.
@@ -56,6 +87,13 @@ struct Kernels {
     // panels: W as pack() lays it out, or null to read it where the file has it; the results are the same.
     void (*product)(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
                     const float* const* x, int M, Output out);
+
+    // Where prompts are multiplied in tiles, else null: the rows of one arranged input after the other, at
+    // most kTileRows of them, as tiles of 16 rows, and their product. tiles: (M / 16 rounded up, columns
+    // rounded up to 128, 16) of bfloat16.
+    void (*tile_rows)(const float* const* x, int M, int64_t columns, uint16_t* tiles);
+    void (*product_tiles)(const Linear& w, const std::byte* panels, int64_t first, int64_t outputs,
+                          const uint16_t* tiles, int M, Output out);
 
     // Lays out rows [kPackRows block, kPackRows (block + 1)) of W, at their place in panels of W's size. Null
     // where products know no such layout.
@@ -88,6 +126,12 @@ struct Kernels {
     void (*attend)(const AttentionHeads&, const void* keys, const void* values, int64_t count,
                    const float* query, float* scores, float* out);
 
+    // The same for a block of a prompt's rows and pages of bfloat16, where tiles multiply them; else null.
+    // query: (rows) pointers to (Dh), scaled. seen: (rows) how many of the page's positions each row sees,
+    // none fewer than the row before. out, most and total then are what is left.
+    void (*flash_begin)(FlashBlock&, const float* const* query);
+    void (*flash_page)(FlashBlock&, const void* keys, const void* values, int64_t count, const int64_t* seen);
+
     // Folds what was attended elsewhere into `into`.
     void (*merge)(float* into, const float* from, int heads, int head_dim);
 
@@ -102,6 +146,10 @@ extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsAvx512Vnni;
 extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
+#if defined(__linux__)
+extern const Kernels kKernelsAmxPrompt;
+bool has_amx();  // and the system lets this process use it
+#endif
 #endif
 
 }  // namespace lily

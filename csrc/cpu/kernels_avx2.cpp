@@ -3,6 +3,7 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx2 = LILY_KERNEL_TABLE("avx2", arrange, product, nullptr, nullptr);
+const Kernels kKernelsAvx2 =
+    LILY_KERNEL_TABLE("avx2", arrange, product, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 
 }  // namespace lily

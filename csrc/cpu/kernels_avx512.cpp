@@ -3,6 +3,7 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx512 = LILY_KERNEL_TABLE("avx512", arrange, product, nullptr, nullptr);
+const Kernels kKernelsAvx512 =
+    LILY_KERNEL_TABLE("avx512", arrange, product, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 
 }  // namespace lily

@@ -3,9 +3,10 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx512Vnni =
-    LILY_KERNEL_TABLE("avx512vnni", arrange_digits<3>, product_digits<3>, packs, pack);
+const Kernels kKernelsAvx512Vnni = LILY_KERNEL_TABLE("avx512vnni", arrange_digits<3>, product_digits<3>,
+                                                     nullptr, nullptr, packs, pack, nullptr, nullptr);
 const Kernels kKernelsAvx512VnniPrompt =
-    LILY_KERNEL_TABLE("avx512vnni, 2 digits", arrange_digits<2>, product_digits<2>, packs, pack);
+    LILY_KERNEL_TABLE("avx512vnni, 2 digits", arrange_digits<2>, product_digits<2>, nullptr, nullptr, packs,
+                      pack, nullptr, nullptr);
 
 }  // namespace lily

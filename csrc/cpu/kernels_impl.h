@@ -284,6 +284,7 @@ void conv(const float* const* rows, const float* const* weight, int taps, int64_
 // S k and S q of a token come from one pass over S, and
 // y = S' q = decay (S q) + d (k . q) with d = beta (v - decay (S k)) and S' = decay S + k d.
 // The pass that makes S' takes the next token's sums of it along, so S is read and written once a token.
+constexpr int kTokensAhead = 2;
 template <int N>
 void delta_lanes(const DeltaSpan& s, int first, float* S, int64_t stride) {
     Floats sk[N], sq[N];
@@ -299,6 +300,13 @@ void delta_lanes(const DeltaSpan& s, int first, float* S, int64_t stride) {
         const bool last = t + 1 == s.tokens;
         const float *next_q = s.q + (last ? t : t + 1) * s.stride,
                     *next_k = s.k + (last ? t : t + 1) * s.stride;
+        // Tokens lie far apart, which no processor foresees.
+        const auto* ahead = s.q + (t + kTokensAhead < s.tokens ? t + kTokensAhead : t) * s.stride;
+        for (int i = 0; i < s.key_dim; i += 16) {
+            __builtin_prefetch(ahead + i);
+            __builtin_prefetch(ahead + (s.k - s.q) + i);
+        }
+        for (int n = 0; n < N * kLanes; n += 16) __builtin_prefetch(ahead + (s.v - s.q) + first + n);
         const Floats decay = splat(s.decay[t * s.gate_stride]), beta = splat(s.beta[t * s.gate_stride]);
         const Floats kq = splat(s.kq[t * s.kq_stride]);
         Floats d[N];
@@ -335,6 +343,9 @@ void delta_tokens(const DeltaSpan& s, int first) {
 }
 
 void delta(const DeltaSpan& span, int first, int lanes) {
+    constexpr int kMost = kLanes == 16 ? 4 : 2;  // vectors of values: as registers allow
+    for (; lanes >= kMost * kLanes; lanes -= kMost * kLanes, first += kMost * kLanes)
+        delta_tokens<kMost>(span, first);
     for (; lanes >= 2 * kLanes; lanes -= 2 * kLanes, first += 2 * kLanes) delta_tokens<2>(span, first);
     for (; lanes > 0; lanes -= kLanes, first += kLanes) delta_tokens<1>(span, first);
 }
@@ -510,21 +521,26 @@ void append(const float* key, const float* value, int slot, int head_dim, DType 
 
 }  // namespace
 
-#define LILY_KERNEL_TABLE(title, arrange_, product_, packs_, pack_) \
-    {.name = title,                                                 \
-     .arrange = arrange_,                                           \
-     .product = product_,                                           \
-     .packs = packs_,                                               \
-     .pack = pack_,                                                 \
-     .rms_norm = rms_norm,                                          \
-     .swiglu = swiglu,                                              \
-     .sigmoid_gate = sigmoid_gate,                                  \
-     .conv = conv,                                                  \
-     .l2_norm = l2_norm,                                            \
-     .dot = dot,                                                    \
-     .delta = delta,                                                \
-     .attend = attend,                                              \
-     .merge = merge,                                                \
+#define LILY_KERNEL_TABLE(title, arrange_, product_, tile_rows_, product_tiles_, packs_, pack_, begin_, \
+                          page_)                                                                        \
+    {.name = title,                                                                                     \
+     .arrange = arrange_,                                                                               \
+     .product = product_,                                                                               \
+     .tile_rows = tile_rows_,                                                                           \
+     .product_tiles = product_tiles_,                                                                   \
+     .packs = packs_,                                                                                   \
+     .pack = pack_,                                                                                     \
+     .rms_norm = rms_norm,                                                                              \
+     .swiglu = swiglu,                                                                                  \
+     .sigmoid_gate = sigmoid_gate,                                                                      \
+     .conv = conv,                                                                                      \
+     .l2_norm = l2_norm,                                                                                \
+     .dot = dot,                                                                                        \
+     .delta = delta,                                                                                    \
+     .attend = attend,                                                                                  \
+     .flash_begin = begin_,                                                                             \
+     .flash_page = page_,                                                                               \
+     .merge = merge,                                                                                    \
      .append = append}
 
 }  // namespace lily

@@ -3,6 +3,7 @@
 
 namespace lily {
 
-const Kernels kKernelsPlain = LILY_KERNEL_TABLE("plain", arrange, product, nullptr, nullptr);
+const Kernels kKernelsPlain =
+    LILY_KERNEL_TABLE("plain", arrange, product, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 
 }  // namespace lily

@@ -60,43 +60,61 @@ void CpuOps::sort_by_expert(int rows) {
     first_of_.back() = static_cast<int32_t>(slots);
 }
 
-void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t first, int64_t outputs) {
+void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t first, int64_t outputs,
+                       int thread) {
     const int32_t begin = first_of_[static_cast<size_t>(expert)],
                   end = first_of_[static_cast<size_t>(expert) + 1];
     const int64_t K = c_.experts_per_token, F = c_.expert_width;
     const Arranged gate_x = h.of(w.gate), up_x = h.of(w.up);
-    const float *x[kPanel], *u[kPanel];
-    float *out[kPanel], *up[kPanel];
-    float up_tile[kPanel][kMaxOutputs];
-    for (int32_t i = begin; i < end; i += kPanel) {
-        const int M = std::min(kPanel, end - i);
+    const bool tiled = kernels_->tile_rows && w.gate.bits == 4 && w.up.bits == 4;
+    const int most = tiled ? kTileRows : kPanel;
+    const float *x[kTileRows], *u[kTileRows];
+    float *out[kTileRows], *up[kTileRows];
+    float up_outputs[kPanel * kMaxOutputs];
+    uint16_t* tiles = thread_tiles_ + thread * kTileRows * tiled_columns(c_.hidden);
+    for (int32_t i = begin; i < end; i += most) {
+        const int M = std::min(most, end - i);
         for (int m = 0; m < M; ++m) {
-            const int64_t slot = sorted_[i + m];
-            x[m] = gate_x.data + slot / K * gate_x.stride;
-            u[m] = up_x.data + slot / K * up_x.stride;
-            out[m] = a_.hidden.as<float>() + slot * F + first;
-            up[m] = up_tile[m];
+            const int64_t row = sorted_[i + m] / K;
+            x[m] = gate_x.data + row * gate_x.stride;
+            u[m] = up_x.data + row * up_x.stride;
         }
-        kernels_->product(w.gate, panels_->at(w.gate), expert * F + first, outputs, x, M, {out, nullptr});
-        kernels_->product(w.up, panels_->at(w.up), expert * F + first, outputs, u, M, {up, nullptr});
-        for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], outputs, out[m]);
+        if (tiled) kernels_->tile_rows(x, M, c_.hidden, tiles);
+        const auto multiply = [&](const Linear& matrix, const float* const* rows, int64_t at, int64_t count,
+                                  Output to) {
+            if (tiled) return kernels_->product_tiles(matrix, panels_->at(matrix), at, count, tiles, M, to);
+            kernels_->product(matrix, panels_->at(matrix), at, count, rows, M, to);
+        };
+        const int64_t at_once = M <= kPanel ? kMaxOutputs : kPanel * kMaxOutputs / kTileRows;
+        for (int64_t o = first; o < first + outputs; o += at_once) {
+            const int64_t count = std::min(at_once, first + outputs - o);
+            for (int m = 0; m < M; ++m) {
+                out[m] = a_.hidden.as<float>() + sorted_[i + m] * F + o;
+                up[m] = up_outputs + m * at_once;
+            }
+            multiply(w.gate, x, expert * F + o, count, {out, nullptr});
+            multiply(w.up, u, expert * F + o, count, {up, nullptr});
+            for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], count, out[m]);
+        }
     }
 }
 
 void CpuOps::moe_up(const LayerWeights& layer, const Batch& batch) {
     const MoeWeights& w = layer.moe;
-    const Inputs h = prepare(batch.rows, c_.hidden, {&w.gate, &w.up}, [&](int64_t r, int) {
+    const Inputs h = arrange(batch.rows, c_.hidden, {&w.gate, &w.up}, [&](int64_t r, int) {
         choose_experts(r);
         return row(a_.h, r);
     });
     sort_by_expert(batch.rows);
-    const int64_t each = std::min<int64_t>(c_.expert_width, batch.rows > kPanel ? 128 : 64);
+    // Of an expert's outputs; all of them if its rows are made into tiles for it.
+    const int64_t few = batch.rows > kPanel ? 128 : 64;
+    const int64_t each = std::min<int64_t>(c_.expert_width, kernels_->tile_rows ? c_.expert_width : few);
     const int64_t blocks = (c_.expert_width + each - 1) / each;
     const int64_t work = int64_t{2} * batch.rows * c_.experts_per_token * c_.expert_width * c_.hidden;
-    threads_.run(static_cast<int64_t>(active_.size()) * blocks, work, [&](int64_t task, int) {
+    threads_.run(static_cast<int64_t>(active_.size()) * blocks, work, [&](int64_t task, int thread) {
         const int64_t first = task % blocks * each;
         expert_up(w, h, active_[static_cast<size_t>(task / blocks)], first,
-                  std::min(each, c_.expert_width - first));
+                  std::min(each, c_.expert_width - first), thread);
     });
 }
 
@@ -106,33 +124,67 @@ void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, 
                   end = first_of_[static_cast<size_t>(expert) + 1];
     const Arranged in = hidden.of(w.down);
     const float* x[kPanel];
-    float *out[kPanel], scale[kPanel];
-    for (int32_t i = begin; i < end; i += kPanel) {
-        const int M = std::min(kPanel, end - i);
+    float *out[kTileRows], scale[kTileRows];
+    const int most = in.tiles ? kTileRows : kPanel;
+    const int64_t at = static_cast<int64_t>(expert) * c_.hidden + first;
+    for (int32_t i = begin; i < end; i += most) {
+        const int M = std::min(most, end - i);
         for (int m = 0; m < M; ++m) {
             const int64_t slot = sorted_[i + m];
-            x[m] = in.data + slot * in.stride;
+            if (!in.tiles) x[m] = in.data + slot * in.stride;
             out[m] = row(a_.x, slot / c_.experts_per_token) + first;
             scale[m] = a_.weight.as<float>()[slot];
         }
-        kernels_->product(w.down, panels_->at(w.down), static_cast<int64_t>(expert) * c_.hidden + first,
-                          outputs, x, M, {out, scale});
+        if (in.tiles) {
+            const int64_t tiled = block_of_[static_cast<size_t>(expert)] * kTile + i - begin;
+            kernels_->product_tiles(w.down, panels_->at(w.down), at, outputs,
+                                    in.tiles + tiled * tiled_columns(w.down.columns), M, {out, scale});
+        } else {
+            kernels_->product(w.down, panels_->at(w.down), at, outputs, x, M, {out, scale});
+        }
     }
+}
+
+// The rows of every expert as tiles, its blocks behind those of the expert before.
+void CpuOps::tile_hidden(const Arranged& hidden) {
+    int32_t blocks = 0;
+    for (int expert : active_) {
+        const auto e = static_cast<size_t>(expert);
+        block_of_[e] = blocks;
+        blocks += (first_of_[e + 1] - first_of_[e] + kTile - 1) / kTile;
+    }
+    const int64_t F = c_.expert_width;
+    threads_.run(static_cast<int64_t>(active_.size()), blocks * kTile * F, [&](int64_t task, int) {
+        const auto e = static_cast<size_t>(active_[static_cast<size_t>(task)]);
+        uint16_t* tiles = hidden_tiles_ + block_of_[e] * kTile * tiled_columns(F);
+        for (int32_t i = first_of_[e]; i < first_of_[e + 1]; i += kTile, tiles += kTile * tiled_columns(F)) {
+            const float* x[kTile];
+            const int M = std::min(kTile, first_of_[e + 1] - i);
+            for (int m = 0; m < M; ++m) x[m] = hidden.data + sorted_[i + m] * hidden.stride;
+            kernels_->tile_rows(x, M, F, tiles);
+        }
+    });
 }
 
 void CpuOps::shared_down(const MoeWeights& w, const Inputs& shared, int rows, int64_t first,
                          int64_t outputs) {
     const Arranged in = shared.of(w.shared_down);
     const float* x[kPanel];
-    float *out[kPanel], scale[kPanel];
-    for (int r = 0; r < rows; r += kPanel) {
-        const int M = std::min(kPanel, rows - r);
+    float *out[kTileRows], scale[kTileRows];
+    const int most = in.tiles ? kTileRows : kPanel;
+    for (int r = 0; r < rows; r += most) {
+        const int M = std::min(most, rows - r);
         for (int m = 0; m < M; ++m) {
-            x[m] = in.data + (r + m) * in.stride;
+            if (!in.tiles) x[m] = in.data + (r + m) * in.stride;
             out[m] = row(a_.x, r + m) + first;
             scale[m] = static_cast<float>(1 / (1 + std::exp(-double(*row(a_.shared_gate, r + m)))));
         }
-        kernels_->product(w.shared_down, panels_->at(w.shared_down), first, outputs, x, M, {out, scale});
+        if (in.tiles) {
+            kernels_->product_tiles(w.shared_down, panels_->at(w.shared_down), first, outputs,
+                                    in.tiles + r * tiled_columns(w.shared_down.columns), M, {out, scale});
+        } else {
+            kernels_->product(w.shared_down, panels_->at(w.shared_down), first, outputs, x, M, {out, scale});
+        }
     }
 }
 
@@ -141,9 +193,13 @@ void CpuOps::moe_down(const LayerWeights& layer, const Batch& batch) {
     const MoeWeights& w = layer.moe;
     const int64_t slots = static_cast<int64_t>(batch.rows) * c_.experts_per_token;
     sort_by_expert(batch.rows);
-    const Inputs hidden = prepare(slots, c_.expert_width, {&w.down}, [&](int64_t slot, int) {
+    Inputs hidden = arrange(slots, c_.expert_width, {&w.down}, [&](int64_t slot, int) {
         return a_.hidden.as<float>() + slot * c_.expert_width;
     });
+    if (Arranged& four = hidden.by_bits[1]; kernels_->tile_rows && four.data) {
+        tile_hidden(four);
+        four.tiles = hidden_tiles_;
+    }
     const Inputs shared = prepare(
         batch.rows, c_.shared_width, {&w.shared_down}, [&](int64_t r, int) { return row(a_.shared, r); },
         slots * arranged_floats(c_.expert_width));

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "cpu/backend.h"
 #include "error.h"
@@ -61,6 +62,8 @@ CpuOps::CpuOps(const Weights& weights, int threads, const std::string& repack, i
             for (int j = 0; j < c_.conv_taps; ++j)
                 taps_first[j * c_.channels() + i] = layer.gdn.conv.as<float>()[i * c_.conv_taps + j];
         conv_.push_back(taps_first);
+        for (int j = 0; j < c_.value_heads; ++j)
+            rate_.push_back(std::exp(double(layer.gdn.a_log.as<float>()[j])));
     }
     first_of_.resize(static_cast<size_t>(c_.experts) + 1);
     active_.reserve(static_cast<size_t>(c_.experts));
@@ -90,6 +93,8 @@ void CpuOps::allocate_scratch() {
     partial_ = scratch(kSplitRows * c.heads * spans * (c.head_dim + 2));
     const int64_t group = c.heads / c.kv_heads;
     thread_floats_ = group * kPageTokens + 2 * kBlockRows * group * (c.head_dim + 2);
+    if (prompts_.flash_page) thread_floats_ = std::max(thread_floats_, FlashBlock::floats(c.head_dim));
+    thread_floats_ = (thread_floats_ + 15) / 16 * 16;
     thread_ = scratch(threads_.count() * thread_floats_);
     sorted_ = reinterpret_cast<int32_t*>(scratch(T * c.experts_per_token));
 }
@@ -110,6 +115,30 @@ void CpuOps::size_arranged(const Weights& weights) {
     }
     for (size_t i = 0; i < floats.size(); ++i)
         if (floats[i]) arranged_[i] = scratch(floats[i]);
+    if (!prompts_.tile_rows) return;
+    int64_t columns = 0;
+    for_each_matrix(weights, [&](const Linear& w) { columns = std::max(columns, tiled_columns(w.columns)); });
+    const auto numbers = [&](int64_t rows, int64_t width) {
+        return reinterpret_cast<uint16_t*>(
+            scratch((rows + kTile - 1) / kTile * kTile * tiled_columns(width) / 2));
+    };
+    tiles_ = numbers(rows_, columns);
+    hidden_tiles_ =
+        numbers(rows_ * c_.experts_per_token + int64_t{c_.experts} * (kTile - 1), c_.expert_width);
+    thread_tiles_ = numbers(int64_t{threads_.count()} * kTileRows, c_.hidden);
+    block_of_.resize(static_cast<size_t>(c_.experts));
+}
+
+// Rows that are arranged for weights of 4 bits, as tiles.
+const uint16_t* CpuOps::tile(const Arranged& rows, int64_t count, int64_t columns) {
+    const int64_t blocks = (count + kTile - 1) / kTile;
+    threads_.run(blocks, count * columns, [&](int64_t block, int) {
+        const float* x[kTile];
+        const int M = static_cast<int>(std::min<int64_t>(kTile, count - block * kTile));
+        for (int m = 0; m < M; ++m) x[m] = rows.data + (block * kTile + m) * rows.stride;
+        kernels_->tile_rows(x, M, columns, tiles_ + block * kTile * tiled_columns(columns));
+    });
+    return tiles_;
 }
 
 Memory CpuOps::allocate(size_t bytes) {
@@ -141,10 +170,10 @@ void CpuOps::clear_page(std::byte* page, int position) const {
     }
 }
 
-// A few tasks a thread, so that uneven threads even out, of whole cache lines of output.
+// A few tasks a thread, so that uneven threads even out, of whole panels.
 int64_t CpuOps::outputs_of_task(int64_t outputs) const {
     const int64_t even = outputs / (threads_.count() * 4);
-    return std::clamp<int64_t>((even + 15) / 16 * 16, 16, kMaxOutputs);
+    return std::clamp<int64_t>((even + kPackRows - 1) / kPackRows * kPackRows, kPackRows, kMaxOutputs);
 }
 
 void CpuOps::multiply(std::initializer_list<Product> products, int rows) {
@@ -165,32 +194,36 @@ void CpuOps::multiply(std::initializer_list<Product> products, int rows) {
         size_t j = 0;
         while (task >= jobs[j].tasks) task -= jobs[j++].tasks;
         const int64_t first = task * jobs[j].outputs_of_task;
-        product_tile(*jobs[j].product, first,
+        product_rows(*jobs[j].product, first,
                      std::min(jobs[j].outputs_of_task, jobs[j].product->w->rows - first), rows);
     });
 }
 
-void CpuOps::product_tile(const Product& p, int64_t first, int64_t outputs, int rows) {
+void CpuOps::product_rows(const Product& p, int64_t first, int64_t outputs, int rows) {
     static constexpr auto kOnes = [] {
-        std::array<float, kPanel> ones{};
+        std::array<float, kTileRows> ones{};
         ones.fill(1.f);
         return ones;
     }();
-    const float *x[kPanel], *u[kPanel];
-    float *out[kPanel], *up[kPanel];
-    float up_tile[kPanel][kMaxOutputs];
-    for (int r0 = 0; r0 < rows; r0 += kPanel) {
-        const int M = std::min(kPanel, rows - r0);
-        for (int m = 0; m < M; ++m) {
-            x[m] = p.x.data + (r0 + m) * p.x.stride;
-            out[m] = p.out + (r0 + m) * p.stride + first;
-            u[m] = p.up_x.data + (r0 + m) * p.up_x.stride;
-            up[m] = up_tile[m];
+    const auto multiply = [&](const Linear& w, const Arranged& in, int r0, int M, Output out) {
+        if (in.tiles) {
+            const uint16_t* tiles = in.tiles + r0 * tiled_columns(w.columns);
+            return kernels_->product_tiles(w, panels_->at(w), first, outputs, tiles, M, out);
         }
-        kernels_->product(*p.w, panels_->at(*p.w), first, outputs, x, M,
-                          {out, p.add ? kOnes.data() : nullptr});
+        const float* x[kPanel];
+        for (int m = 0; m < M; ++m) x[m] = in.data + (r0 + m) * in.stride;
+        kernels_->product(w, panels_->at(w), first, outputs, x, M, out);
+    };
+    float *out[kTileRows], *up[kPanel];
+    float up_tile[kPanel][kMaxOutputs];
+    const int most = p.x.tiles && !p.up ? kTileRows : kPanel;
+    for (int r0 = 0; r0 < rows; r0 += most) {
+        const int M = std::min(most, rows - r0);
+        for (int m = 0; m < M; ++m) out[m] = p.out + (r0 + m) * p.stride + first;
+        multiply(*p.w, p.x, r0, M, {out, p.add ? kOnes.data() : nullptr});
         if (!p.up) continue;
-        kernels_->product(*p.up, panels_->at(*p.up), first, outputs, u, M, {up, nullptr});
+        for (int m = 0; m < M; ++m) up[m] = up_tile[m];
+        multiply(*p.up, p.up_x, r0, M, {up, nullptr});
         for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], outputs, out[m]);
     }
 }
@@ -216,12 +249,15 @@ void CpuOps::embed(const Linear& w, const Batch& batch) {
     });
 }
 
+// By the kernels of a row or few in a prompt too: it is the last row's that are asked for.
 void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
+    const Kernels* of_pass = std::exchange(kernels_, &steps_);
     const Inputs x = prepare(rows, c_.hidden, {&weights.head}, [&](int64_t r, int) {
         return norm(row(a_.x, first + r), weights.norm, normed_ + r * c_.hidden);
     });
     multiply({{.w = &weights.head, .x = x.of(weights.head), .out = logits, .stride = weights.head.rows}},
              rows);
+    kernels_ = of_pass;
 }
 
 void CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {

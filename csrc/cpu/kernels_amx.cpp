@@ -1,0 +1,20 @@
+// The kernels of prompts compiled for AMX; a row or few go through those of kernels_avx512vnni.cpp.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "cpu/flash.h"
+
+namespace lily {
+
+const Kernels kKernelsAmxPrompt = LILY_KERNEL_TABLE("amx", arrange_tiles, product_rows_of, tile_rows,
+                                                    product_tiles, nullptr, nullptr, flash_begin, flash_page);
+
+bool has_amx() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl, in Linux' asm/prctl.h
+    static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                                __builtin_cpu_supports("avx512bf16") &&
+                                syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
+}
+
+}  // namespace lily
