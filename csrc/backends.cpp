@@ -4,14 +4,34 @@
 #include "gpu/backend.h"
 #include "options.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace lily {
 
 namespace {
 
 struct CodePath {
-    const Kernels* kernels;
+    const Kernels *kernels, *two_digits;  // for all rows; for prompts, where the option says so
     bool present;
 };
+
+#if defined(__aarch64__)
+// Whether integer dot products are there: FEAT_DotProd, of Armv8.2, which every Apple silicon has.
+bool has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    int there = 0;
+    size_t size = sizeof there;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there;
+#endif
+}
+#endif
 
 // The best first.
 std::vector<CodePath> code_paths() {
@@ -21,20 +41,24 @@ std::vector<CodePath> code_paths() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    return {{&kKernelsAvx512Vnni, vnni},
-            {&kKernelsAvx512, avx512},
-            {&kKernelsAvx2, avx2},
-            {&kKernelsPlain, true}};
+    return {{&kKernelsAvx512Vnni, &kKernelsAvx512VnniPrompt, vnni},
+            {&kKernelsAvx512, &kKernelsAvx512, avx512},
+            {&kKernelsAvx2, &kKernelsAvx2, avx2},
+            {&kKernelsPlain, &kKernelsPlain, true}};
+#elif defined(__aarch64__)
+    return {{&kKernelsNeonDot, &kKernelsNeonDotPrompt, has_dot_products()},
+            {&kKernelsNeon, &kKernelsNeon, true},
+            {&kKernelsPlain, &kKernelsPlain, true}};
 #else
-    return {{&kKernelsPlain, true}};
+    return {{&kKernelsPlain, &kKernelsPlain, true}};
 #endif
 }
 
-const Kernels& choose(const std::string& simd) {
+CodePath choose(const std::string& simd) {
     std::string present;
     for (const CodePath& path : code_paths()) {
         if (!path.present) continue;
-        if (simd == "auto" || simd == path.kernels->name) return *path.kernels;
+        if (simd == "auto" || simd == path.kernels->name) return path;
         present += (present.empty() ? "" : ", ") + std::string(path.kernels->name);
     }
     throw DeviceError("option simd: this CPU cannot run '" + simd + "'; it can run " + present);
@@ -51,11 +75,9 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
     if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv,
                                         make_metal({options.kernels, options.resident_seconds, notice}));
-    const Kernels &steps = choose(options.simd), *prompts = &steps;
-#if defined(__x86_64__)
-    if (&steps == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
-#endif
-    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, steps, *prompts);
+    const CodePath path = choose(options.simd);
+    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, *path.kernels,
+                                    options.prefill_digits == 2 ? *path.two_digits : *path.kernels);
 }
 
 }  // namespace lily

@@ -102,6 +102,10 @@ extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsAvx512Vnni;
 extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
+#elif defined(__aarch64__)
+extern const Kernels kKernelsNeon;
+extern const Kernels kKernelsNeonDot;
+extern const Kernels kKernelsNeonDotPrompt;  // of two digits
 #endif
 
 }  // namespace lily
