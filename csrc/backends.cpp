@@ -76,7 +76,8 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
         return std::make_unique<GpuOps>(weights, options, rows, kv,
                                         make_metal({options.kernels, options.resident_seconds, notice}));
     const CodePath path = choose(options.simd);
-    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, *path.kernels,
+    const Packing packing{options.repack, options.repack_cache, notice};
+    return std::make_unique<CpuOps>(weights, options.threads, packing, rows, kv, *path.kernels,
                                     options.prefill_digits == 2 ? *path.two_digits : *path.kernels);
 }
 

@@ -100,6 +100,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"kernels", ""},
         {"resident_seconds", ""},
         {"repack", ""},  // changes how long loading takes as well
+        {"repack_cache", ""},  // changes how long loading takes
         {"kv", ""},      // changes what is kept, and is judged by agreement first
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},

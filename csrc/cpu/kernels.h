@@ -17,6 +17,7 @@ constexpr int64_t arranged_floats(int64_t columns) {
 }
 
 constexpr int kPackRows = 32;
+constexpr const char* kPanelLayout = "1";  // counted up when what pack() writes changes: names files of it
 constexpr int kPanel = 64;  // rows multiplied at a time: 64 x 2,048 floats stay in a 1 MB second-level cache
 
 // How a product leaves the kernel: stored, or scaled and added to what is there.
