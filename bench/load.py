@@ -1,6 +1,6 @@
 """Loads a checkpoint, answers once, and reports time and memory.
 
-    python -m bench.load DIRECTORY [--rounds 5] [--tokens 32] [--record]
+    python -m bench.load DIRECTORY [--rounds 5] [--tokens 32] [--option repack_cache=beside] [--record]
 
 Every sample is a process of its own, since peak memory belongs to a process. Before a cold sample the files'
 pages are dropped from the page cache, which only Linux can be asked for; a warm sample follows it. Weights
@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import record, run
+from bench.speed import option
 from bench.synthetic_config import describe
 
 PROMPT = "Tell me a story about a fox."
@@ -33,11 +35,11 @@ UNITS = {  # what is measured
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the weight files of a checkpoint. Raises FileNotFoundError if there are none."""
+    """Return the files of a checkpoint that are large. Raises FileNotFoundError if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory}: wanted a checkpoint, got no .safetensors file")
-    return files
+    return [*files, *sorted(directory.glob("*.panels"))]  # packed, by repack_cache
 
 
 def drop_from_page_cache(files: list[Path]) -> bool:
@@ -83,12 +85,12 @@ class AnonymousPeak:
         self.bytes = max(self.bytes, process_memory()["RssAnon"])
 
 
-def answer(directory: Path, tokens: int) -> dict[str, float]:
+def answer(directory: Path, tokens: int, options: Mapping[str, Any]) -> dict[str, float]:
     """Load the checkpoint and write an answer of `tokens` tokens; return the times by the names of UNITS."""
     import lily
 
     started = time.perf_counter()
-    with lily.Model.load(str(directory)) as model:
+    with lily.Model.load(str(directory), **options) as model:
         loaded = time.perf_counter()
         timings = model.generate(PROMPT, max_tokens=tokens, temperature=0.0).timings
     figures = {"load": loaded - started, "first token": timings.prefill_seconds}
@@ -97,13 +99,13 @@ def answer(directory: Path, tokens: int) -> dict[str, float]:
     return figures
 
 
-def measure(directory: Path, tokens: int) -> dict[str, float]:
+def measure(directory: Path, tokens: int, options: Mapping[str, Any]) -> dict[str, float]:
     """Take one sample in this process."""
     if sys.platform != "linux":
-        figures = answer(directory, tokens)
+        figures = answer(directory, tokens, options)
         return {**figures, "peak resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB}
     with AnonymousPeak() as anonymous:
-        figures = answer(directory, tokens)
+        figures = answer(directory, tokens, options)
     return {
         **figures,
         "peak resident": process_memory()["VmHWM"] / GIB,
@@ -111,9 +113,10 @@ def measure(directory: Path, tokens: int) -> dict[str, float]:
     }
 
 
-def sample(directory: Path, tokens: int) -> dict[str, float]:
+def sample(directory: Path, tokens: int, options: Mapping[str, Any] = {}) -> dict[str, float]:
     """Take one sample in a process of its own. Raises RuntimeError with what it wrote if it fails."""
     command = [sys.executable, "-m", "bench.load", str(directory), "--tokens", str(tokens), "--sample"]
+    command += [f"--option={name}={value}" for name, value in options.items()]
     root = Path(__file__).parent.parent
     run = subprocess.run(command, capture_output=True, text=True, cwd=root)
     if run.returncode:
@@ -128,33 +131,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("directory", type=lambda text: Path(text).resolve())
     parser.add_argument("--rounds", type=int, default=5, help="samples of each kind")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to write")
+    parser.add_argument("--option", type=option, action="append", default=[], help="NAME=VALUE")
     parser.add_argument("--record", action="store_true", help="append the figures to bench/records")
     parser.add_argument("--sample", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.tokens < 2:
         parser.error("--rounds, --tokens: wanted at least 1 and 2")
     if options.sample:
-        print(json.dumps(measure(options.directory, options.tokens)))
+        print(json.dumps(measure(options.directory, options.tokens, dict(options.option))))
         return
+    given = dict(options.option)
     try:
-        files = checkpoint_files(options.directory)
+        checkpoint_files(options.directory)
     except OSError as error:
         parser.error(str(error))
 
     samples: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for kind in ("cold", "warm"):
-            if kind == "cold" and not drop_from_page_cache(files):
+            if kind == "cold" and not drop_from_page_cache(checkpoint_files(options.directory)):
                 continue
-            for name, figure in sample(options.directory, options.tokens).items():
+            for name, figure in sample(options.directory, options.tokens, given).items():
                 samples.setdefault(f"{name}, {kind}", []).append(figure)
-    report(samples, options.directory, options.record)
+    about = {**describe(options.directory), **given}
+    print(f"{options.directory}: {about}")
+    report(samples, about, options.record)
 
 
-def report(samples: dict[str, list[float]], directory: Path, keep: bool) -> None:
+def report(samples: dict[str, list[float]], checkpoint: dict[str, Any], keep: bool) -> None:
     """Print the figures, and record them if `keep`."""
-    checkpoint: dict[str, Any] = describe(directory)
-    print(f"{directory}: {checkpoint}")
     for case, figures in samples.items():
         unit = UNITS[case.split(", ")[0]]
         print(record.line(case, unit, record.summarise(figures)))

@@ -4,14 +4,36 @@
 #include "gpu/backend.h"
 #include "options.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace lily {
 
 namespace {
 
 struct CodePath {
-    const Kernels* kernels;
+    const char* name;
+    const Kernels *steps, *prompts,
+        *two_digits;  // of a row or few; of prompts; of those where the option says so
     bool present;
 };
+
+#if defined(__aarch64__)
+// Whether integer dot products are there: FEAT_DotProd, of Armv8.2, which every Apple silicon has.
+bool has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    int there = 0;
+    size_t size = sizeof there;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there;
+#endif
+}
+#endif
 
 // The best first.
 std::vector<CodePath> code_paths() {
@@ -23,23 +45,27 @@ std::vector<CodePath> code_paths() {
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     return {
 #if defined(__linux__)
-        {&kKernelsAmxPrompt, vnni && has_amx()},
+        {"amx", &kKernelsAvx512Vnni, &kKernelsAmxPrompt, &kKernelsAmxPrompt, vnni && has_amx()},
 #endif
-        {&kKernelsAvx512Vnni, vnni},
-        {&kKernelsAvx512, avx512},
-        {&kKernelsAvx2, avx2},
-        {&kKernelsPlain, true}};
+        {"avx512vnni", &kKernelsAvx512Vnni, &kKernelsAvx512Vnni, &kKernelsAvx512VnniPrompt, vnni},
+        {"avx512", &kKernelsAvx512, &kKernelsAvx512, &kKernelsAvx512, avx512},
+        {"avx2", &kKernelsAvx2, &kKernelsAvx2, &kKernelsAvx2, avx2},
+        {"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
+#elif defined(__aarch64__)
+    return {{"neondot", &kKernelsNeonDot, &kKernelsNeonDot, &kKernelsNeonDotPrompt, has_dot_products()},
+            {"neon", &kKernelsNeon, &kKernelsNeon, &kKernelsNeon, true},
+            {"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
 #else
-    return {{&kKernelsPlain, true}};
+    return {{"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
 #endif
 }
 
-const Kernels& choose(const std::string& simd) {
+CodePath choose(const std::string& simd) {
     std::string present;
     for (const CodePath& path : code_paths()) {
         if (!path.present) continue;
-        if (simd == "auto" || simd == path.kernels->name) return *path.kernels;
-        present += (present.empty() ? "" : ", ") + std::string(path.kernels->name);
+        if (simd == "auto" || simd == path.name) return path;
+        present += (present.empty() ? "" : ", ") + std::string(path.name);
     }
     throw DeviceError("option simd: this CPU cannot run '" + simd + "'; it can run " + present);
 }
@@ -55,14 +81,10 @@ std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, in
     if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv,
                                         make_metal({options.kernels, options.resident_seconds, notice}));
-    const Kernels *steps = &choose(options.simd), *prompts = steps;
-#if defined(__x86_64__)
-#if defined(__linux__)
-    if (prompts == &kKernelsAmxPrompt) steps = &kKernelsAvx512Vnni;
-#endif
-    if (prompts == &kKernelsAvx512Vnni && options.prefill_digits == 2) prompts = &kKernelsAvx512VnniPrompt;
-#endif
-    return std::make_unique<CpuOps>(weights, options.threads, options.repack, rows, kv, *steps, *prompts);
+    const CodePath path = choose(options.simd);
+    const Packing packing{options.repack, options.repack_cache, notice};
+    return std::make_unique<CpuOps>(weights, options.threads, packing, rows, kv, *path.steps,
+                                    options.prefill_digits == 2 ? *path.two_digits : *path.prompts);
 }
 
 }  // namespace lily

@@ -99,8 +99,9 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"simd", ""},
         {"kernels", ""},
         {"resident_seconds", ""},
-        {"repack", ""},  // changes how long loading takes as well
-        {"kv", ""},      // changes what is kept, and is judged by agreement first
+        {"repack", ""},        // changes how long loading takes as well
+        {"repack_cache", ""},  // changes how long loading takes
+        {"kv", ""},            // changes what is kept, and is judged by agreement first
         {"decode_batch", ""},
         {"checkpoint_tokens", ""},
         {"speculate", ""},  // depends on the text: bench/speculate.py
@@ -153,7 +154,7 @@ std::map<std::string, std::string> Options::values() const {
 void Options::check() const {
     one_of("device", device, "auto cpu metal cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
-    one_of("simd", simd, "auto amx avx512vnni avx512 avx2 plain");
+    one_of("simd", simd, "auto amx avx512vnni avx512 avx2 neondot neon plain");
     one_of("repack", repack, "auto on off");
     one_of("tiles", tiles, "auto tensor simdgroup");
     one_of("gdn_scan", gdn_scan, "registers packed chunked");

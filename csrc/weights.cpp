@@ -437,6 +437,7 @@ void bind_all(Binder& bind, Weights& weights) {
 
 std::shared_ptr<const Weights> load_weights(const std::string& directory) {
     auto weights = std::make_shared<Weights>();
+    weights->directory = directory;
     weights->config = read_config(directory);
     const WeightFiles files = find_weight_files(directory);
     Table table;

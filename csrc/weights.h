@@ -74,6 +74,7 @@ struct Panels;
 
 // Owns the mappings. Immutable once loaded, so any number of sessions may share it.
 struct Weights {
+    std::string directory;  // that they were loaded from
     Config config;
     Linear embedding;  // (V, D)
     Linear head;       // (V, D); the embedding when tie_word_embeddings

@@ -32,6 +32,10 @@ RUNGS = {
         ("clang++-22", "llvm-objdump-22", "llvm-symbolizer-22"),
     ),
     "arm64": Rung("the core built for arm64, under emulation", ("aarch64-linux-gnu-g++", "qemu-aarch64")),
+    "neon": Rung(
+        "every op on the code paths of arm64, under emulation (long)",
+        ("aarch64-linux-gnu-g++", "qemu-aarch64", "apt-get", "dpkg-deb"),
+    ),
 }
 
 

@@ -3,9 +3,11 @@
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+import emulated
 import rungs
 from bench.agree import ROW_BY_ROW
 from lily import _core, errors, reference
@@ -19,6 +21,11 @@ CHECKPOINTS = {
 }
 
 
+# The code paths of another machine, which are run under emulation where this one has none of them.
+EMULATED = ("neondot", "neondot packed", "neon")
+
+
+@cache
 def runs(simd: str) -> bool:
     """Tell whether this CPU can run a code path."""
     try:
@@ -28,9 +35,10 @@ def runs(simd: str) -> bool:
     return True
 
 
+@cache
 def code_paths() -> list[str]:
     """Return the code paths in float32 that this CPU can run; the plain one always can."""
-    found = [simd for simd in ("avx512vnni", "avx512", "avx2", "plain") if runs(simd)]
+    found = [simd for simd in ("avx512vnni", "avx512", "avx2", "neondot", "neon", "plain") if runs(simd)]
     assert "plain" in found
     return found
 
@@ -70,6 +78,18 @@ def backends() -> list[str]:
     return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
 
 
+def emulated_paths() -> list[str]:
+    """Return the ways of EMULATED, if this machine has to emulate them and can."""
+    here = EMULATED[0] in code_paths() or EMULATED[-1] in code_paths()
+    return [] if here or rungs.why_left_out("neon") else list(EMULATED)
+
+
+def core_of(backend: str) -> Any:
+    """Return lily._core, or what stands for it in the emulator, for sessions of a backend."""
+    emulate = backend in EMULATED and backend.partition(" ")[0] not in code_paths()
+    return emulated.machine().core if emulate else _core
+
+
 def can_pack(simd: str) -> bool:
     """Tell whether a code path keeps matrices in an order of its own."""
     weights = _core.Weights(str(CHECKPOINTS["small"]))
@@ -79,7 +99,7 @@ def can_pack(simd: str) -> bool:
 def options_of(backend: str) -> dict[str, str]:
     """Return the options that choose a backend."""
     device, _, kind = backend.partition(" ")
-    if device in ("amx", *code_paths()):
+    if device in ("amx", *code_paths()) or backend in EMULATED:
         return {"device": "cpu", "simd": device, "repack": "on" if "packed" in kind else "off"}
     file = os.environ["LILY_PTX"] if device == "cuda" else metal() if device == "metal" else kernels()
     return {"device": device, "kernels": file} | (ROW_BY_ROW if kind == "rows" else {})

@@ -14,7 +14,17 @@ pytestmark = pytest.mark.unsanitized
 TINY = CHECKPOINTS["tiny"]
 # What says where and for whom a model runs, or what it keeps, and is no way to compute the same thing faster.
 NO_TECHNIQUE = {
-    *("device", "threads", "simd", "repack", "kernels", "kv", "decode_batch", "checkpoint_tokens"),
+    *(
+        "device",
+        "threads",
+        "simd",
+        "repack",
+        "repack_cache",
+        "kernels",
+        "kv",
+        "decode_batch",
+        "checkpoint_tokens",
+    ),
     "resident_seconds",  # for how long memory stays wired
     "speculate",  # bench/speculate.py: its gain depends on the text
 }

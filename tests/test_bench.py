@@ -120,12 +120,12 @@ def test_load_measures_and_records(
 ) -> None:
     monkeypatch.setattr(record, "commit", lambda: {"commit": "0" * 12, "dirty": False})
     monkeypatch.setattr(record, "append", functools.partial(record.append, directory=tmp_path))
-    load.main([str(checkpoint), "--rounds", "2", "--tokens", "4", "--record"])
+    load.main([str(checkpoint), "--rounds", "2", "--tokens", "4", "--option", "kv=f32", "--record"])
     (path,) = tmp_path.iterdir()
     made = {line["case"]: line for line in record.read(path)}
     assert {"load, warm", "first token, warm", "decode, warm", "peak resident, warm"} <= set(made)
     assert all(line["n"] == 2 and line["bench"] == "load" for line in made.values())
-    assert all(line["options"] == describe(checkpoint) for line in made.values())
+    assert all(line["options"] == {**describe(checkpoint), "kv": "f32"} for line in made.values())
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(made)
 
 

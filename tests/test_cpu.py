@@ -9,16 +9,20 @@ import pytest
 from bench import load, synthetic
 from cases import OPS, Case, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, can_pack, code_paths, options_of
+from support import CHECKPOINTS, can_pack, code_paths, core_of, emulated_paths, options_of
 
+LONG = [pytest.param(path, marks=pytest.mark.long) for path in emulated_paths()]
 PATHS = [path for simd in code_paths() for path in (simd, f"{simd} packed") if path == simd or can_pack(simd)]
+PATHS += LONG
+PACKED = [simd for simd in code_paths() if can_pack(simd)] + LONG[:1]
 PRODUCTS = [name for name, (_, reads, _) in OPS.items() if "state" not in reads]
 ROWS = 70  # more than the kernels take at a time
 
 
 def session_of(path: str, checkpoint: str = "small") -> _core.Session:
     options = options_of(path) | {"kv": "f32", "prefill_chunk": "128", "threads": "2"}
-    return _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), options)
+    core = core_of(path)
+    return core.Session(core.Weights(str(CHECKPOINTS[checkpoint])), options)
 
 
 def outputs(session: _core.Session, op: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -57,7 +61,7 @@ def test_a_row_does_not_see_how_many_there_are(path: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", PRODUCTS)
-@pytest.mark.parametrize("simd", [simd for simd in code_paths() if can_pack(simd)])
+@pytest.mark.parametrize("simd", PACKED)
 def test_packing_changes_no_bit(simd: str, op: str) -> None:
     in_place, packed = session_of(simd), session_of(f"{simd} packed")
     assert in_place.packed_bytes == 0 < packed.packed_bytes

@@ -8,7 +8,7 @@ import pytest
 import rungs
 from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, backends, compare, kernels, options_of
+from support import CHECKPOINTS, backends, compare, core_of, emulated_paths, kernels, options_of
 
 # Of the largest value. Float32 sums of some thousand products; in matrix tiles, operands are bfloat16.
 CPU, TOLERANCE, TILES = 1e-5, 2e-5, 2e-2
@@ -24,11 +24,10 @@ def models():
 
 
 METAL = [] if rungs.why_left_out("metal") else ["metal rows", "metal tiles"]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in (*METAL, *emulated_paths())]
 
 
-@pytest.fixture(
-    scope="module", params=[*backends(), *(pytest.param(name, marks=pytest.mark.long) for name in METAL)]
-)
+@pytest.fixture(scope="module", params=[*backends(), *LONG])
 def backend(request):
     return request.param
 
@@ -43,13 +42,15 @@ def tolerance(backend):
 @pytest.fixture(scope="module")
 def sessions(backend):
     options = options_of(backend) | {"kv": "f32", "prefill_chunk": "300", "threads": "2"}
-    return {name: _core.Session(_core.Weights(str(path)), options) for name, path in CHECKPOINTS.items()}
+    core = core_of(backend)
+    return {name: core.Session(core.Weights(str(path)), options) for name, path in CHECKPOINTS.items()}
 
 
 @cache
 def int8_session(backend: str, checkpoint: str):
     options = options_of(backend) | {"kv": "int8", "prefill_chunk": "300", "threads": "2"}
-    return _core.Session(_core.Weights(str(CHECKPOINTS[checkpoint])), options)
+    core = core_of(backend)
+    return core.Session(core.Weights(str(CHECKPOINTS[checkpoint])), options)
 
 
 @cache
@@ -189,11 +190,11 @@ def test_embed(models, sessions, tokens):
     compare("x", session._get("x", len(tokens)), want, 1e-7)
 
 
-def drawn(session, draw: Draw) -> int | None:
-    history = _core.History()
+def drawn(core, session, draw: Draw) -> int | None:
+    history = core.History()
     for token in draw.history:
         history.add(token)
-    sampling = _core.Sampling(**draw.sampling)
+    sampling = core.Sampling(**draw.sampling)
     try:
         return session._sample_from(draw.logits, sampling, draw.position, history, draw.allowed)
     except ValueError:
@@ -208,15 +209,15 @@ def wanted(draw: Draw) -> int | None:
         return None
 
 
-def test_sample(sessions):
+def test_sample(backend, sessions):
     refused = 0
     for number, draw in enumerate(draws(3000)):
         want = wanted(draw)
-        assert drawn(sessions["tiny"], draw) == want, (number, draw)
+        assert drawn(core_of(backend), sessions["tiny"], draw) == want, (number, draw)
         refused += want is None
     assert 0 < refused < 300
 
 
-def test_sample_of_the_vocabulary_of_the_35b(sessions):
+def test_sample_of_the_vocabulary_of_the_35b(backend, sessions):
     for number, draw in enumerate(draws(20, [248_320])):
-        assert drawn(sessions["tiny"], draw) == wanted(draw), (number, draw)
+        assert drawn(core_of(backend), sessions["tiny"], draw) == wanted(draw), (number, draw)

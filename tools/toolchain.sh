@@ -6,7 +6,7 @@ set -eu
 # The build itself, so that this one command is enough on a bare machine.
 build="make g++ python3 python3-venv python3-dev"
 # git: the commit that a record of the bench names. clang, lld, llvm: the core under a second compiler, Metal kernels.
-# lld: the Mac's bundle. qemu and the cross compiler: the arm64 build.
+# lld: the Mac's bundle. qemu and the cross compiler: the arm64 builds, one for an arm64 Python that a test fetches.
 # Tests of `make test-long` fetch with pip what they need beyond it, into build/: ziglang 0.17 and wheel for the Mac's
 # wheel, mlx-metal 0.32.4 and pyobjc-framework-Metal 12.2.2 for Apple's names and code.
 rungs="git clang-22 lld-22 llvm-22 libclang-rt-22-dev qemu-user g++-aarch64-linux-gnu"

@@ -50,7 +50,7 @@ struct Product {
 
 class CpuOps final : public Ops {
    public:
-    CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+    CpuOps(const Weights& weights, int threads, const Packing& packing, int rows, DType kv,
            const Kernels& steps, const Kernels& prompts);
 
     const Activations& activations() const override { return a_; }

@@ -13,20 +13,23 @@
 
 #include <type_traits>
 
+#include "cpu/digits_simd.h"
 #include "cpu/kernels_impl.h"
 
 namespace lily {
 namespace {
 
-constexpr int kGroup = 64;                // inputs that share a scale, in the weights and here
-constexpr int kGroupWords = kGroup / 8;   // of 4-bit weights
-constexpr int kScaleGroups = 2 * kLanes;  // groups whose scales are transposed at a time
-constexpr int kPanelGroups = 8;           // groups whose words are
-constexpr int kPanelRows = kLanes / 8;    // vectors of rows in a panel: as many as registers allow
-constexpr int kPanelLanes = kPanelRows * kLanes;
-static_assert(kPanelLanes == kPackRows);
-constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
-constexpr int kRecordsAhead = 4;          // that are asked for before they are used
+constexpr int kGroup = 64;                             // inputs that share a scale, in the weights and here
+constexpr int kGroupWords = kGroup / 8;                // of 4-bit weights
+constexpr int kScaleGroups = 2 * kLanes;               // groups whose scales are transposed at a time
+constexpr int kPanelGroups = kLanes < 8 ? kLanes : 8;  // groups whose words are
+constexpr int kPanelLanes = kPackRows;                 // rows in a panel
+constexpr int kPanelRows = kPanelLanes / kLanes;       // vectors of them
+// Vectors of rows whose sums registers hold: a quarter as long, twice as many.
+constexpr int kHeldRows = kLanes == 16 ? 2 : 4;
+constexpr int kHeldSums = 24;     // of the machine's 32 registers; the others hold weights and a digit
+constexpr int kStreamRows = 2;    // up to which products are as fast as memory gives weights
+constexpr int kRecordsAhead = 4;  // that are asked for before they are used
 constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
 
 // Of a row of inputs: per group the three digits of its 64 inputs, highest first; then the groups' scales;
@@ -37,7 +40,7 @@ LILY_INLINE const float* scales_of(const float* x, int64_t groups) {
 }
 
 template <int D>
-void digits_of_group(const float* x, uint32_t* digits, float* scale, float* total_of) {
+void digits_of_group(const float* x, int8_t* digits, float* scale, float* total_of) {
     Floats most = Floats{}, faults = Floats{};
     for (int i = 0; i < kGroup; i += kLanes) {
         const Floats v = load(x + i);
@@ -58,7 +61,6 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
     float unit, inverse;
     std::memcpy(&unit, &unit_bits, 4);
     std::memcpy(&inverse, &inverse_bits, 4);
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     Ints total = Ints{};
     for (int i = 0; i < kGroup / kLanes; ++i) {
         const Floats t = load(x + i * kLanes) * splat(inverse);
@@ -67,9 +69,7 @@ void digits_of_group(const float* x, uint32_t* digits, float* scale, float* tota
         total += n;
         for (int p = D - 1; p >= 0; --p) {
             const Ints digit = n << 24 >> 24;
-            const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(digit));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits) + p * kGroup / kLanes + i,
-                             _mm_shuffle_epi8(bytes, order));
+            put_digits(digit, digits + p * kGroup, i * kLanes);
             n = (n - digit) >> 8;
         }
     }
@@ -86,41 +86,8 @@ void arrange_digits(const float* x, int64_t columns, int bits, float* out) {
     const int64_t groups = columns / kGroup;
     float* scales = out + kGroupFloats * groups;
     for (int64_t g = 0; g < groups; ++g)
-        digits_of_group<D>(x + kGroup * g, reinterpret_cast<uint32_t*>(out + kGroupFloats * g), scales + g,
+        digits_of_group<D>(x + kGroup * g, reinterpret_cast<int8_t*>(out + kGroupFloats * g), scales + g,
                            scales + groups + g);
-}
-
-// sum + the products of four unsigned and four signed bytes a lane, the unsigned at most 15.
-LILY_INLINE Ints dot4(Ints sum, Words weights, Ints digits) {
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
-                                                      reinterpret_cast<__m512i>(weights),
-                                                      reinterpret_cast<__m512i>(digits)));
-}
-
-// Row i's word j becomes row j's word i.
-LILY_INLINE void transpose(Words (&v)[kLanes]) {
-    constexpr __mmask16 kAll = 0xffff;  // gcc 12 warns of the forms without a mask
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = reinterpret_cast<__m512i>(v[i]);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_maskz_unpacklo_epi32(kAll, a[i], a[i + 1]);
-        b[i + 1] = _mm512_maskz_unpackhi_epi32(kAll, a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)  // a[i + j]: word j of each quarter, of rows i to i + 3
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm512_maskz_unpacklo_epi64(0xff, b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm512_maskz_unpackhi_epi64(0xff, b[i + j], b[i + j + 2]);
-        }
-    for (int j = 0; j < 4; ++j) {
-        const __m512i even_low = _mm512_maskz_shuffle_i32x4(kAll, a[j], a[4 + j], 0x88),
-                      odd_low = _mm512_maskz_shuffle_i32x4(kAll, a[j], a[4 + j], 0xdd),
-                      even_high = _mm512_maskz_shuffle_i32x4(kAll, a[8 + j], a[12 + j], 0x88),
-                      odd_high = _mm512_maskz_shuffle_i32x4(kAll, a[8 + j], a[12 + j], 0xdd);
-        v[j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, even_low, even_high, 0x88));
-        v[4 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, odd_low, odd_high, 0x88));
-        v[8 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, even_low, even_high, 0xdd));
-        v[12 + j] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(kAll, odd_low, odd_high, 0xdd));
-    }
 }
 
 // A group of columns of kPanelLanes rows of W: word j of every row, then the scales and the biases. A matrix
@@ -140,12 +107,6 @@ LILY_INLINE Floats scales_at(const uint16_t* from) {
 }
 LILY_INLINE Floats scales_at(const float* from) {
     return load(from);
-}
-
-// The first bytes of a vector, the rest zeros.
-LILY_INLINE Words load_first(const std::byte* from, int64_t bytes) {
-    const auto mask = bytes >= 64 ? ~__mmask64{0} : (__mmask64{1} << bytes) - 1;
-    return reinterpret_cast<Words>(_mm512_maskz_loadu_epi8(mask, from));
 }
 
 // Rows of a matrix, kLanes of them from `first` on; those past `last` are that one again.
@@ -189,19 +150,19 @@ LILY_INLINE void take_groups(const Linear& w, int64_t row, int64_t end, int64_t 
         for (int i = 0; i < kLanes; ++i) v[i] = words_at(q.at(i), first * kGroupWords + word, words);
         transpose(v);
         for (int i = 0; i < kLanes && word + i < count * kGroupWords; ++i)
-            std::memcpy(to[(word + i) / kGroupWords].words[i % kGroupWords] + lane, &v[i], sizeof v[i]);
+            std::memcpy(to[(word + i) / kGroupWords].words[(word + i) % kGroupWords] + lane, &v[i],
+                        sizeof v[i]);
     }
     const int64_t bytes = groups * static_cast<int64_t>(bytes_of(w.scales.dtype));
     const Rows scales{w.scales.data + row * bytes, bytes, last},
         biases{w.biases.data + row * bytes, bytes, last};
     if constexpr (std::is_same_v<Type, Bf16>) {
         constexpr int kHalf = kLanes / 2;  // words that hold the scales of kPanelGroups groups or more
+        static_assert(2 * kHalf >= kPanelGroups);
         Words v[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-            const Words low = load_first(scales.at(i) + 2 * first, 2 * count),
-                        high = load_first(biases.at(i) + 2 * first, 2 * count);
-            v[i] = reinterpret_cast<Words>(_mm512_maskz_shuffle_i32x4(0xffff, reinterpret_cast<__m512i>(low),
-                                                                      reinterpret_cast<__m512i>(high), 0x44));
+            v[i] = first_halves(load_first(scales.at(i) + 2 * first, 2 * count),
+                                load_first(biases.at(i) + 2 * first, 2 * count));
         }
         transpose(v);
         for (int g = 0; g < count; ++g) {
@@ -231,14 +192,15 @@ LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, c
     return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
 }
 
-// N vectors of rows of `count` records, the first of which is group `first`, times M rows of inputs, into the
-// sums so far.
+// N vectors of rows, those from `lane` on, of `count` records, the first of which is group `first`, times M
+// rows of inputs, into the sums so far.
 template <int D, int N, int M, class Scale>
-LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
-                                  const float* const* x, float (*sums)[kPanelLanes]) {
+LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_t first, int64_t count,
+                                  int64_t groups, const float* const* x, float (*sums)[kPanelLanes]) {
+    const bool ask = M <= kStreamRows && lane == 0;  // the records come from memory as fast as it gives them
     Floats total[M][N];
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + n * kLanes);
+        for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + lane + n * kLanes);
     for (int64_t g = 0; g < count; ++g) {
         const Record<Scale>& record = records[g];
         const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
@@ -251,14 +213,14 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
                 for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
 #pragma GCC unroll 2
         for (int word = 0; word < kGroupWords; ++word) {
-            // With few rows of inputs, records come from memory as fast as it gives them.
-            if (M <= kStreamRows)
+            if (ask)
                 for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 Words weight[N];
                 for (int n = 0; n < N; ++n)
-                    weight[n] = load_as<Words>(record.words[word] + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
+                    weight[n] =
+                        load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
                 for (int m = 0; m < M; ++m)
                     for (int p = 0; p < D; ++p) {
                         const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
@@ -266,31 +228,42 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int64_t first, i
                     }
             }
         }
-        if (M <= kStreamRows)
+        if (ask)
             for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
             for (int n = 0; n < N; ++n)
-                total[m][n] = add_group(part[m][n], scales_at(record.scales + n * kLanes),
-                                        scales_at(record.biases + n * kLanes), unit, groups, total[m][n]);
+                total[m][n] =
+                    add_group(part[m][n], scales_at(record.scales + lane + n * kLanes),
+                              scales_at(record.biases + lane + n * kLanes), unit, groups, total[m][n]);
         }
     }
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) store(sums[m] + n * kLanes, total[m][n]);
+        for (int n = 0; n < N; ++n) store(sums[m] + lane + n * kLanes, total[m][n]);
 }
 
+// The same for fewer than M rows of inputs.
+template <int D, int N, int M, class Scale>
+LILY_INLINE void multiply_fewer(const Record<Scale>* records, int lane, int64_t first, int64_t count,
+                                int64_t groups, const float* const* x, int rows, float (*sums)[kPanelLanes]) {
+    if constexpr (M > 1) {
+        if (rows == M - 1) return multiply_records<D, N, M - 1>(records, lane, first, count, groups, x, sums);
+        multiply_fewer<D, N, M - 1>(records, lane, first, count, groups, x, rows, sums);
+    }
+}
+
+// N vectors of rows, those that registers hold at a time, times M rows of inputs.
 template <int D, int N, class Scale>
 void multiply_rows(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
                    const float* const* x, int M, float (*sums)[kPanelLanes]) {
-    constexpr int kTileRows = 12 / D;  // rows of inputs that share an unpacked weight: as registers allow
-    int m = 0;
-    for (; m + kTileRows <= M; m += kTileRows)
-        multiply_records<D, N, kTileRows>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 5) multiply_records<D, N, 5>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 4) multiply_records<D, N, 4>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 3) multiply_records<D, N, 3>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 2) multiply_records<D, N, 2>(records, first, count, groups, x + m, sums + m);
-    if (M - m == 1) multiply_records<D, N, 1>(records, first, count, groups, x + m, sums + m);
+    constexpr int kHeld = N < kHeldRows ? N : kHeldRows;
+    constexpr int kTileRows = kHeldSums / (kHeldRows * D);  // of inputs, that share an unpacked weight
+    for (int lane = 0; lane < N * kLanes; lane += kHeld * kLanes) {
+        int m = 0;
+        for (; m + kTileRows <= M; m += kTileRows)
+            multiply_records<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, sums + m);
+        multiply_fewer<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, M - m, sums + m);
+    }
 }
 
 LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
@@ -409,13 +382,14 @@ void digits_of(const Linear& w, const std::byte* panels, int64_t first, int64_t 
                const float* const* x, int M, const Output& out) {
     const int64_t end = first + outputs;
     int64_t row = first;
-    for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
-        if (M == 1) digits_stream<D, kPanelRows, 1, Type>(w, row, first, x, out);
-        if (M == 2) digits_stream<D, kPanelRows, 2, Type>(w, row, first, x, out);
-    }
-    for (; end - row > kLanes; row += kPanelLanes)
+    if constexpr (kLanes >= kGroupWords)  // a tile of words is a group's or several
+        for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
+            if (M == 1) digits_stream<D, kPanelRows, 1, Type>(w, row, first, x, out);
+            if (M == 2) digits_stream<D, kPanelRows, 2, Type>(w, row, first, x, out);
+        }
+    for (; end - row > kPanelLanes / 2; row += kPanelLanes)
         digits_block<D, kPanelRows, Type>(w, panels, row, end, first, x, M, out);
-    if (row < end) digits_block<D, 1, Type>(w, panels, row, end, first, x, M, out);
+    if (row < end) digits_block<D, kPanelRows / 2, Type>(w, panels, row, end, first, x, M, out);
 }
 
 // Whether a matrix can be kept as records, which then are as large as it was.

@@ -22,8 +22,8 @@ constexpr int64_t tiled_columns(int64_t columns) {
 }
 
 constexpr int kPackRows = 32;
-constexpr int kTileRows =
-    256;  // the same where they are multiplied in tiles: 1 MB of bfloat16 with 2,048 columns
+constexpr const char* kPanelLayout = "1";  // counted up when what pack() writes changes: names files of it
+constexpr int kTileRows = 256;  // rows multiplied at a time in tiles: 1 MB of bfloat16 with 2,048 columns
 constexpr int kPanel = 64;  // rows multiplied at a time: 64 x 2,048 floats stay in a 1 MB second-level cache
 
 // How a product leaves the kernel: stored, or scaled and added to what is there.
@@ -150,6 +150,10 @@ extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
 extern const Kernels kKernelsAmxPrompt;
 bool has_amx();  // and the system lets this process use it
 #endif
+#elif defined(__aarch64__)
+extern const Kernels kKernelsNeon;
+extern const Kernels kKernelsNeonDot;
+extern const Kernels kKernelsNeonDotPrompt;  // of two digits
 #endif
 
 }  // namespace lily

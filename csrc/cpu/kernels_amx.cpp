@@ -7,7 +7,7 @@
 namespace lily {
 
 const Kernels kKernelsAmxPrompt = LILY_KERNEL_TABLE("amx", arrange_tiles, product_rows_of, tile_rows,
-                                                    product_tiles, nullptr, nullptr, flash_begin, flash_page);
+                                                    product_tiles, packs, pack, flash_begin, flash_page);
 
 bool has_amx() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl, in Linux' asm/prctl.h

@@ -1,4 +1,4 @@
-// The kernels compiled for the least this architecture has (SSE2, NEON).
+// The kernels compiled for the least this architecture has, without an instruction called by name.
 #include "cpu/kernels_impl.h"
 
 namespace lily {

@@ -38,13 +38,13 @@ Memory map_memory(size_t bytes) {
     return Memory(static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); });
 }
 
-CpuOps::CpuOps(const Weights& weights, int threads, const std::string& repack, int rows, DType kv,
+CpuOps::CpuOps(const Weights& weights, int threads, const Packing& packing, int rows, DType kv,
                const Kernels& steps, const Kernels& prompts)
     : c_(weights.config),
       steps_(steps),
       prompts_(prompts),
       threads_(threads),
-      panels_(panels_of(weights, steps, threads_, repack)),
+      panels_(panels_of(weights, steps, threads_, packing)),
       rows_(rows),
       kv_(kv),
       sample_scratch_(c_.vocab) {

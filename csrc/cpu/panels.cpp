@@ -7,6 +7,8 @@
 #include <fstream>
 #include <limits>
 
+#include "cpu/panel_file.h"
+
 namespace lily {
 
 namespace {
@@ -47,31 +49,76 @@ size_t packed_bytes(const Linear& w) {
     return w.weight.bytes() + w.scales.bytes() + w.biases.bytes();
 }
 
+// Calls take(matrix, where its panels begin) for every matrix that has any; returns the bytes of all.
+template <class Take>
+size_t for_each_packed(const Weights& weights, const Kernels& kernels, const Take& take) {
+    size_t bytes = 0;
+    for_each_matrix(weights, [&](const Linear& w) {
+        if (!kernels.packs(w)) return;
+        take(w, bytes);
+        bytes += packed_bytes(w);
+    });
+    return bytes;
+}
+
+// Packs a matrix and gives back the file's pages of it: two copies of all are never in memory.
+void pack(const Linear& w, const Kernels& kernels, Threads& threads, std::byte* to) {
+    threads.run(w.rows / kPackRows, w.rows * w.columns,
+                [&](int64_t block, int) { kernels.pack(w, block, to); });
+    for (const Tensor* part : {&w.weight, &w.scales, &w.biases}) drop_pages(*part);
+}
+
+Memory pack_into_memory(const Weights& weights, const Kernels& kernels, Threads& threads, size_t bytes) {
+    Memory memory = map_memory(bytes);
+    for_each_packed(weights, kernels,
+                    [&](const Linear& w, size_t at) { pack(w, kernels, threads, memory.get() + at); });
+    return memory;
+}
+
+// Through memory for one matrix, the largest.
+Memory pack_into_file(const Weights& weights, const Kernels& kernels, Threads& threads,
+                      const PanelFile& file) {
+    return file.make([&](const PanelFile::Put& put) {
+        size_t largest = 0;
+        for_each_packed(weights, kernels,
+                        [&](const Linear& w, size_t) { largest = std::max(largest, packed_bytes(w)); });
+        const Memory one = map_memory(largest);
+        bool good = true;
+        for_each_packed(weights, kernels, [&](const Linear& w, size_t) {
+            if (!good) return;
+            pack(w, kernels, threads, one.get());
+            good = put(one.get(), packed_bytes(w));
+        });
+        return good;
+    });
+}
+
+bool has_room(size_t bytes) {
+    return static_cast<double>(bytes) * kRoom < static_cast<double>(available_memory());
+}
+
 }  // namespace
 
 std::shared_ptr<const Panels> panels_of(const Weights& weights, const Kernels& kernels, Threads& threads,
-                                        const std::string& repack) {
+                                        const Packing& packing) {
     auto panels = std::make_shared<Panels>();
     panels->of.resize(static_cast<size_t>(weights.matrices));
-    if (repack == "off" || !kernels.pack) return panels;
+    if (packing.repack == "off" || !kernels.pack) return panels;
     const std::lock_guard lock(weights.panels_mutex);
     if (auto made = weights.panels.lock()) return made;
-    size_t bytes = 0;
-    for_each_matrix(weights, [&](const Linear& w) { bytes += kernels.packs(w) ? packed_bytes(w) : 0; });
-    const bool fits =
-        bytes >= kWorthPacking && static_cast<double>(bytes) * kRoom < double(available_memory());
-    if (bytes == 0 || (repack == "auto" && !fits)) return panels;
+    const size_t bytes = for_each_packed(weights, kernels, [](const Linear&, size_t) {});
+    const bool automatic = packing.repack == "auto";
+    if (bytes == 0 || (automatic && bytes < kWorthPacking)) return panels;
 
+    // A file's pages can be given up, and so need no room.
+    const PanelFile file(weights, kernels, bytes, packing.cache, packing.notice);
+    panels->memory = file.map();
+    if (!panels->memory) panels->memory = pack_into_file(weights, kernels, threads, file);
+    if (!panels->memory && automatic && !has_room(bytes)) return panels;
+    if (!panels->memory) panels->memory = pack_into_memory(weights, kernels, threads, bytes);
     panels->bytes = bytes;
-    panels->memory = map_memory(bytes);
-    std::byte* to = panels->memory.get();
-    for_each_matrix(weights, [&](const Linear& w) {
-        if (!kernels.packs(w)) return;
-        panels->of[static_cast<size_t>(w.number)] = to;
-        threads.run(w.rows / kPackRows, w.rows * w.columns,
-                    [&](int64_t block, int) { kernels.pack(w, block, to); });
-        for (const Tensor* part : {&w.weight, &w.scales, &w.biases}) drop_pages(*part);
-        to += packed_bytes(w);
+    for_each_packed(weights, kernels, [&](const Linear& w, size_t at) {
+        panels->of[static_cast<size_t>(w.number)] = panels->memory.get() + at;
     });
     weights.panels = panels;
     return panels;

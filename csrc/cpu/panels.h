@@ -8,6 +8,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/threads.h"
+#include "error.h"
 #include "state.h"
 #include "weights.h"
 
@@ -24,9 +25,15 @@ struct Panels {
     const std::byte* at(const Linear& w) const { return of[static_cast<size_t>(w.number)]; }
 };
 
-// The panels of some weights, which sessions share, made if there are none yet. repack: "off"; "on"; or
-// "auto", if the weights are large and the system has room for them beside what it can't give up. Without
-// panels, all are null.
-std::shared_ptr<const Panels> panels_of(const Weights&, const Kernels&, Threads&, const std::string& repack);
+// How panels are asked for: the options repack and repack_cache.
+struct Packing {
+    std::string repack;  // "off"; "on"; or "auto", if the weights are large and the system has room for
+                         // panels beside what it can't give up
+    std::string cache;   // where a file of them is kept; see PanelFile
+    Notice notice;
+};
+
+// The panels of some weights, which sessions share, made if there are none yet. Without panels, all are null.
+std::shared_ptr<const Panels> panels_of(const Weights&, const Kernels&, Threads&, const Packing&);
 
 }  // namespace lily

@@ -1,6 +1,6 @@
 // A vector of floats as wide as the registers this translation unit is compiled for, and the few operations
 // kernels need. Included only by kernels_*.cpp: everything is static, so that no wide instruction leaks into
-// another code path.
+// another code path. kernels_neon*.cpp define LILY_NEON: every arm64 compiler has NEON, the plain path too.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(LILY_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -70,7 +70,7 @@ LILY_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #elif defined(__AVX2__)
     return reinterpret_cast<Floats>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b),
                                                     reinterpret_cast<__m256>(c)));
-#elif defined(__ARM_NEON)
+#elif defined(LILY_NEON)
     return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c),
                                               reinterpret_cast<float32x4_t>(a),
                                               reinterpret_cast<float32x4_t>(b)));

@@ -154,7 +154,7 @@ LILY_INLINE void unpack(const Source& source, int half, int64_t chunk, uint16_t*
     source.take(half, chunk, words, scale, bias);
     const Floats q = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const __m512i nibble = _mm512_set1_epi16(15);
-    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i second = _mm512_maskz_set1_epi16(0xffff0000u, 16);
 #pragma GCC unroll 4
     for (int i = 0; i < kTile; ++i) {
         const __m512i table = bf16_pair(fma(q, splat(scale[0][i]), splat(bias[0][i])),
