@@ -35,8 +35,8 @@ inline uint spread(uint i) { return i + i / 16 * 4; }
 // Floats of threadgroup memory that such a vector takes, in whole groups of 64.
 inline uint vector_floats(uint n) { return (n + 63) / 64 * 80; }
 
-// SIMD-groups that share a row of gdn_out and matvec.
-enum { kMatvecParts = 2 };
+// Blocks of four outputs that a threadgroup of gdn_out and matvec takes; as many of its SIMD-groups share each.
+enum { kSharedBlocks = 4 };
 // SIMD-groups that share the experts of moe_down.
 enum { kMoeDownParts = 3 };
 

@@ -219,6 +219,8 @@ class Cuda final : public Device {
         return 2 * static_cast<uint32_t>(context_->attribute(kProcessors));
     }
 
+    uint32_t simds_of_row() const override { return 16; }
+
     Memory allocate(size_t bytes) override {
         context_->enter();
         Address address = 0;
