@@ -24,7 +24,7 @@ namespace lily {
     X(int,          prefill_digits, 3,      "CPU prefill, avx512vnni and neondot: digits of 8 bits that inputs are multiplied in: 3 are float32's worth and give a prompt the bits of single steps, 2 are a third faster.") \
     X(std::string,  kernels,       "",      "File of GPU kernels instead of the package's: for sim by `make kernels`, which it needs; for cuda by `make ptx`.")  \
     X(int,          resident_seconds, 180,  "Metal: seconds after the last answer for which the model stays in memory that is wired; 0 leaves that to the system.") \
-    X(bool,         gqa_packing,   true,    "GPU decode: four query heads share each load of keys and values.")        \
+    X(bool,         gqa_packing,   true,    "GPU decode: eight query heads share each load of keys and values.")        \
     X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \
     X(int,          fixed_blocks_from, 32768, "GPU decode: positions from which attention is cut into blocks of one size; 0 is never.") \
     X(int,          flash_from,    32,      "GPU prefill: tokens from which attention goes through matrix tiles; 0 is never.") \

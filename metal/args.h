@@ -35,8 +35,8 @@ inline uint spread(uint i) { return i + i / 16 * 4; }
 // Floats of threadgroup memory that such a vector takes, in whole groups of 64.
 inline uint vector_floats(uint n) { return (n + 63) / 64 * 80; }
 
-// SIMD-groups that share a row of gdn_out and matvec.
-enum { kMatvecParts = 2 };
+// Blocks of four outputs that a threadgroup of gdn_out and matvec takes; as many of its SIMD-groups share each.
+enum { kSharedBlocks = 4 };
 // SIMD-groups that share the experts of moe_down.
 enum { kMoeDownParts = 3 };
 
@@ -197,15 +197,15 @@ enum { kLogitBlock = 32 };                      // logits whose best the head no
 enum { kNotFiniteToken = -1, kNoToken = -2 };   // what sample leaves where there is none
 
 // Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees
-// and on nothing else. One span up to kOneSpan; then the smallest that make at most 32; from fixed_from on,
-// kFixedSpan each.
-enum { kOneSpan = 256, kFixedSpan = 1024 };
+// and on nothing else. One span up to kOneSpan; then the smallest that make at most kMostSpans; from fixed_from
+// on, kFixedSpan each.
+enum { kOneSpan = 256, kLeastSpan = 64, kMostSpans = 128, kFixedSpan = 512 };
 
 inline uint span_of(uint seen, uint fixed_from) {
     if (fixed_from != 0 && seen >= fixed_from) return kFixedSpan;
     if (seen <= kOneSpan) return kOneSpan;
-    uint span = 64;
-    while (span * 32 < seen) span *= 2;
+    uint span = kLeastSpan;
+    while (span * kMostSpans < seen) span *= 2;
     return span;
 }
 

@@ -9,8 +9,18 @@ using namespace lily;
 
 namespace {
 
-constant constexpr ushort kSimds = 4;  // SIMD-groups that share a span
-constant constexpr ushort kKeys = 4;   // consecutive positions that a SIMD-group takes at a time
+constant constexpr ushort kMergeSimds = 8;   // SIMD-groups that share the spans of a row
+constant constexpr ushort kMergeWidth = 64;  // dimensions of a head that a threadgroup merges
+
+// The block of rows from a position on, of those before `others` and the own one there.
+template <typename KV>
+METAL_FUNC void split_block(thread SplitBlock<KV>& block, device const Page* pages,
+                            constant args::Attention& p, uint kv_head, uint position, uint others, bool appends) {
+    block.position = position;
+    block.placed = ushort(min(uint(kSplitBlock), others - position));
+    block.own = appends && block.placed < kSplitBlock ? block.placed : kSplitBlock;
+    if (block.placed != 0) block.keys = key_at<KV>(pages, p, kv_head, position);
+}
 
 }  // namespace
 
@@ -71,14 +81,15 @@ template <ushort N>
 
 // attn_mix, decode: softmax(q K) V over one span of positions, for up to kHeads query heads of one
 // key/value head, each load of a key and a value serving all of them. The prologue norms and turns the
-// queries. Where the dispatch appends, the threadgroups of the last span make the row's own key as well
-// and take it from threadgroup memory; the one of the first heads writes it into its page, which no other
-// reads there. SIMD-groups take every fourth run of kKeys positions, a lane N consecutive dimensions: one
-// maximum, and one scaling of what is summed, a run. A row of one span is gated and finished here, others
-// leave [maximum, sum, Dh unnormalised values] for attn_mix_merge. The grid is (spans, G times blocks of
-// heads, rows), so that a long context fills the GPU at one row.
+// queries, a SIMD-group a head, which later takes its softmax. Where the dispatch appends, the threadgroups
+// of the last span make the row's own key as well and take it from threadgroup memory; the one of the first
+// heads writes it into its page, which no other reads there. The span goes by in blocks of rows: scores of
+// all heads, shares of all heads with a running maximum, sums of the values. A row of one span is gated and
+// finished here, others leave [maximum, sum, Dh unnormalised values] for attn_mix_merge. The grid is
+// (spans, G times blocks of heads, rows), so that a long context fills the GPU at one row.
 template <typename KV, ushort N, ushort kHeads, bool kWide>
-[[kernel]] void attn_mix_split(constant args::Attention& p             [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void attn_mix_split(
+                               constant args::Attention& p             [[buffer(0)]],
                                device const float* qg                  [[buffer(1)]],  // (rows, H, 2, Dh)
                                device const float* k                   [[buffer(2)]],  // (rows, G, Dh)
                                device const float* v                   [[buffer(3)]],  // (rows, G, Dh)
@@ -94,9 +105,12 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
                                ushort lane                             [[thread_index_in_simdgroup]]) {
     constexpr ushort kWidth = N * kSimd;
-    threadgroup float queries[kHeads * kWidth], own[2 * kWidth];  // own: key and value of the row
-    threadgroup float own_scales[2];
-    threadgroup float tops[kSimds * kHeads], totals[kSimds * kHeads], parts[kSimds * kHeads * kWidth];
+    static_assert(kHeads <= kSplitSimds, "a head belongs to a SIMD-group");
+    static_assert(args::kLeastSpan % kSplitBlock == 0, "a block belongs to a span");
+    threadgroup float queries[kHeads * kWidth], own_scales[2];
+    threadgroup KV own_numbers[2 * kWidth];
+    // two blocks' scores: the one is written while the other is still read
+    threadgroup float scores[2 * kHeads * kScoreStride], shrinks[2 * kHeads], totals[kHeads];
 
     const uint Dh = p.head_dim, shared = p.heads / p.kv_heads, blocks = (shared + kHeads - 1) / kHeads;
     const uint kv_head = group.y / blocks, first = group.y % blocks * kHeads;
@@ -110,21 +124,34 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     const bool appends = p.appends && end == position + 1;
     device const Page* pages = tables + sequence * p.pages;
 
-    for (ushort h = simd; h < heads; h += kSimds) {
-        device const float* query = qg + (first_head + h) * 2 * Dh;
+    const uint others = appends ? position : end;  // behind the last position whose row lies in its page
+    const OwnRow<KV> own = {own_numbers, own_scales};
+    SplitBlock<KV> block;
+    block.plane = p.plane;
+    block.Dh = Dh;
+    SplitScores<KV, N, kHeads, kWide> keys;
+    SplitSums<KV, N, kHeads, kWide> values;
+    values.clear();
+    split_block(block, pages, p, kv_head, begin, others, appends);
+    keys.load(block, simd, lane);
+    values.load(block, simd, lane);
+
+    if (simd < kHeads) {
+        device const float* query = qg + (first_head + min(uint(simd), heads - 1)) * 2 * Dh;
         float x[N];
         if (p.turned) {
-            load<false, N>(query, Dh, lane, x);
+            load_floats<kWide, N>(query, Dh, lane, x);
         } else {
-            normed<N>(query, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
+            normed<N, kWide>(query, q_norm, turns + row * (p.rotary_dim / 2), p, lane, x);
         }
-        for (ushort i = 0; i < N; ++i) queries[h * kWidth + lane * N + i] = x[i] * precise::rsqrt(float(Dh));
+        for (ushort i = 0; i < N; ++i) x[i] *= precise::rsqrt(float(Dh));
+        SplitQueries<KV, N, kHeads, kWide>::put(queries, simd, lane, x);
     }
-    if (appends && simd == kSimds - 1) {
+    if (appends && simd == kSplitSimds - 1) {
         const uint in = (row * p.kv_heads + kv_head) * Dh;
         float key[N], value[N];
-        normed<N>(k + in, k_norm, turns + row * (p.rotary_dim / 2), p, lane, key);
-        load<false, N>(v + in, Dh, lane, value);
+        normed<N, kWide>(k + in, k_norm, turns + row * (p.rotary_dim / 2), p, lane, key);
+        load_floats<kWide, N>(v + in, Dh, lane, value);
         device KV* out = key_at<KV>(pages, p, kv_head, position);
         const float key_scale = keep<KV, N>(key), value_scale = keep<KV, N>(value);
         if (Kept<KV>::kScaled && lane == 0) {
@@ -137,8 +164,8 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
         }
         for (ushort i = 0; i < N; ++i) {
             const uint d = lane * N + i;
-            own[d] = key[i];
-            own[kWidth + d] = value[i];
+            own_numbers[d] = KV(key[i]);
+            own_numbers[kWidth + d] = KV(value[i]);
             if (first != 0 || d >= Dh) continue;
             out[d] = KV(key[i]);
             out[p.plane + d] = KV(value[i]);
@@ -146,132 +173,107 @@ template <typename KV, ushort N, ushort kHeads, bool kWide>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    float q[kHeads][N], y[kHeads][N], top[kHeads], total[kHeads];
-    for (ushort h = 0; h < kHeads; ++h) {
-        top[h] = -INFINITY;
-        total[h] = 0;
-        for (ushort i = 0; i < N; ++i) {
-            q[h][i] = queries[min(uint(h), heads - 1) * kWidth + lane * N + i];
-            y[h][i] = 0;
+    float top = -INFINITY, total = 0;  // of the SIMD-group's head
+    ushort turn = 0;
+    for (uint at = begin; at < end; at += kSplitBlock, turn = 1 - turn) {
+        threadgroup float* score = scores + turn * kHeads * kScoreStride;
+        const SplitBlock<KV> now = block;
+        keys.write(now, own, queries, score, simd, lane);
+        const bool more = at + kSplitBlock < end;
+        if (more) {  // is loaded meanwhile
+            split_block(block, pages, p, kv_head, at + kSplitBlock, others, appends);
+            keys.load(block, simd, lane);
         }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (simd < kHeads) {
+            threadgroup float* mine = score + simd * kScoreStride;
+            float2 x = *(threadgroup const float2*)(mine + 2 * lane);
+            for (ushort i = 0; i < 2; ++i) x[i] = at + 2 * lane + i < end ? x[i] : -INFINITY;
+            const float highest = max(top, simd_max(max(x[0], x[1])));
+            const float2 shares = {precise::exp(x[0] - highest), precise::exp(x[1] - highest)};
+            const float shrink = precise::exp(top - highest);
+            simdgroup_barrier(mem_flags::mem_threadgroup);  // every score is read
+            SplitShares<KV, N, kHeads, kWide>::put(mine, lane, shares);
+            total = fma(total, shrink, simd_sum(shares[0] + shares[1]));
+            top = highest;
+            if (lane == 0) shrinks[turn * kHeads + simd] = shrink;
+            if (lane == 0 && !more) totals[simd] = total;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        values.add(now, own, score, shrinks + turn * kHeads, simd, lane);
+        if (more) values.load(block, simd, lane);
     }
-    const uint others = appends ? position : end;  // behind the last position whose row lies in its page
-    for (uint run = begin + simd * kKeys; run < end; run += kSimds * kKeys) {
-        // The loads of a run are under way at once. One past the last repeats it and counts for nothing.
-        float keys[kKeys][N], values[kKeys][N], key_scales[kKeys], value_scales[kKeys];
-        if (run < others) {
-            device const KV* rows = key_at<KV>(pages, p, kv_head, run);
-            for (ushort j = 0; j < kKeys; ++j) {
-                const uint at = min(run + j, others - 1);
-                device const KV* row = rows + (at - run) * Dh;
-                load<kWide, N>(row, Dh, lane, keys[j]);
-                load<kWide, N>(row + p.plane, Dh, lane, values[j]);
-                key_scales[j] = Kept<KV>::kScaled ? *scale_of(row, Dh, at) : 1.0f;
-                value_scales[j] = Kept<KV>::kScaled ? *scale_of(row + p.plane, Dh, at) : 1.0f;
-            }
-        }
-        if (appends && run + kKeys > others)
-            for (ushort j = 0; j < kKeys; ++j) {
-                if (run + j < others) continue;
-                for (ushort i = 0; i < N; ++i) {
-                    keys[j][i] = own[lane * N + i];
-                    values[j][i] = own[kWidth + lane * N + i];
-                }
-                key_scales[j] = Kept<KV>::kScaled ? own_scales[0] : 1.0f;
-                value_scales[j] = Kept<KV>::kScaled ? own_scales[1] : 1.0f;
-            }
-        float share[kHeads][kKeys];
-        for (ushort j = 0; j < kKeys; ++j)
-            for (ushort h = 0; h < kHeads; ++h) {
-                float score = 0;
-                for (ushort i = 0; i < N; ++i) score = fma(q[h][i], keys[j][i], score);
-                score = simd_sum(score);
-                if (Kept<KV>::kScaled) score *= key_scales[j];
-                share[h][j] = run + j < end ? score : -INFINITY;
-            }
-        for (ushort h = 0; h < kHeads; ++h) {
-            float now = top[h], sum = 0;
-            for (ushort j = 0; j < kKeys; ++j) now = max(now, share[h][j]);
-            for (ushort j = 0; j < kKeys; ++j) {
-                share[h][j] = precise::exp(share[h][j] - now);
-                sum += share[h][j];
-            }
-            const float shrink = precise::exp(top[h] - now);
-            top[h] = now;
-            total[h] = fma(total[h], shrink, sum);
-            for (ushort i = 0; i < N; ++i) y[h][i] *= shrink;
-        }
-        for (ushort h = 0; h < kHeads; ++h)
-            for (ushort j = 0; j < kKeys; ++j) {
-                const float weight = Kept<KV>::kScaled ? share[h][j] * value_scales[j] : share[h][j];
-                for (ushort i = 0; i < N; ++i) y[h][i] = fma(weight, values[j][i], y[h][i]);
-            }
-    }
-    for (ushort h = 0; h < kHeads; ++h) {
-        if (lane == 0) {
-            tops[simd * kHeads + h] = top[h];
-            totals[simd * kHeads + h] = total[h];
-        }
-        for (ushort i = 0; i < N; ++i) parts[(simd * kHeads + h) * kWidth + lane * N + i] = y[h][i];
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    for (uint h = simd; h < heads; h += kSimds) {  // a SIMD-group puts a head together
-        float highest = -INFINITY, sum = 0, weight[kSimds];
-        for (ushort s = 0; s < kSimds; ++s) highest = max(highest, tops[s * kHeads + h]);
-        for (ushort s = 0; s < kSimds; ++s) {
-            weight[s] = precise::exp(tops[s * kHeads + h] - highest);
-            sum = fma(totals[s * kHeads + h], weight[s], sum);
-        }
-        const uint head = first_head + h;
-        const bool finished = span > position;  // there is one span
-        device float* out = partial + (head * p.spans + group.x) * (Dh + 2);
-        if (!finished && lane == 0) {
-            out[0] = highest;
-            out[1] = sum;
-        }
-        for (uint d = lane; d < Dh; d += kSimd) {
-            float value = 0;
-            for (ushort s = 0; s < kSimds; ++s)
-                value = fma(parts[(s * kHeads + h) * kWidth + d], weight[s], value);
-            if (finished) {
-                mixed[row * p.y_stride + (head - row * p.heads) * Dh + d] =
-                    value / sum * sigmoid(qg[(head * 2 + 1) * Dh + d]);
-            } else {
-                out[2 + d] = value;
-            }
+    float y[N];
+    values.sums(lane, y);
+    const bool finished = span > position;  // there is one span
+    if (!finished && simd < heads && lane == 0) {
+        device float* out = partial + ((first_head + simd) * p.spans + group.x) * (Dh + 2);
+        out[0] = top;
+        out[1] = total;
+    }
+    const ushort h = lane / kQuarters;
+    if (h >= heads) return;
+    const uint head = first_head + h;
+    device float* out = partial + (head * p.spans + group.x) * (Dh + 2) + 2;
+    for (ushort i = 0; i < N; ++i) {
+        const uint d = (simd * kQuarters + lane % kQuarters) * N + i;
+        if (d >= Dh) continue;
+        if (finished) {
+            mixed[row * p.y_stride + (head - row * p.heads) * Dh + d] =
+                y[i] / totals[h] * sigmoid(qg[(head * 2 + 1) * Dh + d]);
+        } else {
+            out[d] = y[i];
         }
     }
 }
 
-// attn_mix, decode of long contexts, second part: puts the spans of a head together in their order,
-// divides, and applies the gate. A threadgroup takes one head of one row, a thread every 256th dimension:
-// the maxima and sums of all spans, which each thread reads anew, are few. The grid is (H, rows).
-[[kernel]] void attn_mix_merge(constant args::Attention& p             [[buffer(0)]],
+// attn_mix, decode of long contexts, second part: puts the spans of a head together in a fixed order,
+// divides, and applies the gate. A threadgroup takes kMergeWidth dimensions of one head of one row, a
+// SIMD-group every eighth span, a lane two of the dimensions. The grid is (blocks of dimensions, H, rows).
+[[kernel, max_total_threads_per_threadgroup(256)]] void attn_mix_merge(
+                               constant args::Attention& p             [[buffer(0)]],
                                device const args::Sequence* sequences  [[buffer(1)]],  // (rows or 1)
                                // (rows, H, spans, Dh + 2)
                                device const float* partial             [[buffer(2)]],
                                device const float* qg                  [[buffer(3)]],  // (rows, H, 2, Dh)
                                device float* mixed                     [[buffer(4)]],  // (rows, y_stride)
-                               uint2 group                             [[threadgroup_position_in_grid]],
+                               uint3 group                             [[threadgroup_position_in_grid]],
                                uint thread_index                       [[thread_index_in_threadgroup]],
-                               uint threads                            [[threads_per_threadgroup]]) {
-    const uint head = group.x, row = group.y, Dh = p.head_dim, result = Dh + 2;
+                               ushort simd                             [[simdgroup_index_in_threadgroup]],
+                               ushort lane                             [[thread_index_in_simdgroup]]) {
+    threadgroup float parts[kMergeSimds * kMergeWidth], sums[kMergeSimds];
+    const uint head = group.y, row = group.z, Dh = p.head_dim, result = Dh + 2;
     const uint position = sequences[p.appends ? row : 0].position + (p.appends ? 0 : p.before + row);
     const uint spans = position / args::span_of(position + 1, p.fixed_from) + 1;
     if (spans == 1) return;  // finished by attn_mix_split
     device const float* in = partial + (row * p.heads + head) * p.spans * result;
-    float highest = -INFINITY, sum = 0;
-    for (uint s = 0; s < spans; ++s) highest = max(highest, in[s * result]);
-    for (uint s = 0; s < spans; ++s)
-        sum = fma(in[s * result + 1], precise::exp(in[s * result] - highest), sum);
-    for (uint d = thread_index; d < Dh; d += threads) {
-        float value = 0;
-        for (uint s = 0; s < spans; ++s)
-            value = fma(in[s * result + 2 + d], precise::exp(in[s * result] - highest), value);
-        mixed[row * p.y_stride + head * Dh + d] =
-            value / sum * sigmoid(qg[((row * p.heads + head) * 2 + 1) * Dh + d]);
+    float highest = -INFINITY;
+    for (uint s = lane; s < spans; s += kSimd) highest = max(highest, in[s * result]);
+    highest = simd_max(highest);
+    const uint d = group.x * kMergeWidth + lane;
+    float sum = 0, low = 0, high = 0;
+#pragma unroll 4
+    for (uint s = simd; s < spans; s += kMergeSimds) {
+        device const float* one = in + s * result;
+        const float weight = precise::exp(one[0] - highest);
+        sum = fma(one[1], weight, sum);
+        if (d < Dh) low = fma(one[2 + d], weight, low);
+        if (d + kSimd < Dh) high = fma(one[2 + d + kSimd], weight, high);
     }
+    parts[simd * kMergeWidth + lane] = low;
+    parts[simd * kMergeWidth + lane + kSimd] = high;
+    if (lane == 0) sums[simd] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint mine = group.x * kMergeWidth + thread_index;
+    if (thread_index >= kMergeWidth || mine >= Dh) return;
+    float value = 0, whole = 0;
+    for (ushort s = 0; s < kMergeSimds; ++s) {
+        value += parts[s * kMergeWidth + thread_index];
+        whole += sums[s];
+    }
+    mixed[row * p.y_stride + head * Dh + mine] =
+        value / whole * sigmoid(qg[((row * p.heads + head) * 2 + 1) * Dh + mine]);
 }
 
 #define instantiate_attn_mix_place(name, KV, n)                         \
@@ -290,7 +292,7 @@ instantiate_attn_mix_turn(8)
 #define instantiate_attn_mix(name, KV, n)            \
     instantiate_attn_mix_place(name, KV, n)          \
     instantiate_attn_mix_split(name, KV, n, 1, false) \
-    instantiate_attn_mix_split(name, KV, n, 4, false)
+    instantiate_attn_mix_split(name, KV, n, 8, false)
 instantiate_attn_mix(bf16, bfloat, 1)
 instantiate_attn_mix(bf16, bfloat, 2)
 instantiate_attn_mix(bf16, bfloat, 4)
@@ -304,4 +306,4 @@ instantiate_attn_mix(int8, char, 2)
 instantiate_attn_mix(int8, char, 4)
 instantiate_attn_mix(int8, char, 8)
 instantiate_attn_mix_split(bf16, bfloat, 8, 1, true)
-instantiate_attn_mix_split(bf16, bfloat, 8, 4, true)
+instantiate_attn_mix_split(bf16, bfloat, 8, 8, true)

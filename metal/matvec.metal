@@ -52,18 +52,32 @@ METAL_FUNC Block block_of(thread const Weights* w, constant args::Matrix* shapes
     return {rows_of(weights, m, row, count), to + t * m.rows + row, count};
 }
 
+constant constexpr uint kKept = 4 * kQuads;  // numbers that a thread keeps in slots at a time
+
+// What a thread keeps: loaded before a matrix's rows, which many wait for.
+struct GatedInput {
+    float4 y[kQuads], z[kQuads], norm[kQuads];
+};
+
+METAL_FUNC GatedInput gated_input(device const float* y, device const float* z, device const float* norm,
+                                  uint width, uint Dv, uint i) {
+    GatedInput in = {};
+    if (i >= width) return in;
+#pragma unroll
+    for (ushort q = 0; q < kQuads; ++q) {
+        in.y[q] = *(device const float4*)(y + i + 4 * q);
+        in.z[q] = *(device const float4*)(z + i + 4 * q);
+        in.norm[q] = *(device const float4*)(norm + (i + 4 * q) % Dv);
+    }
+    return in;
+}
+
 // silu(z) norm(y), for write_vector: kept in slots without the heads' 1 / rms(y).
 struct GatedNormed {
     threadgroup float* h;
-    threadgroup const float* squares;  // sums over what a thread keeps at a time
+    threadgroup const float* scales;  // 1 / rms(y) where a head's numbers begin, of every kKept-th number
     uint Dv;
-    float epsilon;
-    METAL_FUNC float4 operator()(uint i) const {
-        constexpr uint kKept = 4 * kQuads;
-        float sum = 0;
-        for (uint at = i / Dv * Dv; at < i / Dv * Dv + Dv; at += kKept) sum += squares[at / kKept];
-        return *slot(h, i) * precise::rsqrt(sum / float(Dv) + epsilon);
-    }
+    METAL_FUNC float4 operator()(uint i) const { return *slot(h, i) * scales[i / Dv * Dv / kKept]; }
 };
 
 // The four rows of a matrix from one on, as many of them as there are.
@@ -71,13 +85,14 @@ METAL_FUNC Rows rows_from(Weights w, args::Matrix m, uint row) {
     return rows_of(w, m, row, min(uint(kRowsOfSimd), m.rows - row));
 }
 
-// The rows of a threadgroup where few outputs have long rows: two SIMD-groups share four of them, each takes
-// half the columns.
-constant constexpr ushort kParts = args::kMatvecParts;
+// The rows of a threadgroup where few outputs have long rows: its SIMD-groups share them, each takes a part of
+// the columns of four.
+constant constexpr ushort kBlocks = args::kSharedBlocks;
 
 METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, ushort simds) {
-    const uint row = (group * (simds / kParts) + simd / kParts) * kRowsOfSimd;
-    return rows_of(w, m, row, row < m.rows ? min(uint(kRowsOfSimd), m.rows - row) : 0, simd % kParts, kParts);
+    const ushort parts = simds / kBlocks;
+    const uint row = (group * kBlocks + simd / parts) * kRowsOfSimd;
+    return rows_of(w, m, row, row < m.rows ? min(uint(kRowsOfSimd), m.rows - row) : 0, simd % parts, parts);
 }
 
 METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, uint thread_index,
@@ -85,12 +100,12 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
                              device float* out, bool add) {
     leave(y, lane, sums + simd * kRowsOfSimd);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const uint outputs = simds / kParts * kRowsOfSimd, row = group * outputs + thread_index;
+    const ushort parts = simds / kBlocks;
+    const uint outputs = kBlocks * kRowsOfSimd, row = group * outputs + thread_index;
     if (thread_index >= outputs || row >= m.rows) return;
-    const uint from = thread_index / kRowsOfSimd * kParts * kRowsOfSimd + thread_index % kRowsOfSimd;
+    const uint from = thread_index / kRowsOfSimd * parts * kRowsOfSimd + thread_index % kRowsOfSimd;
     float sum = 0;
-#pragma unroll
-    for (ushort part = 0; part < kParts; ++part) sum += sums[from + part * kRowsOfSimd];
+    for (ushort part = 0; part < parts; ++part) sum += sums[from + part * kRowsOfSimd];
     out[row] = add ? out[row] + sum : sum;
 }
 
@@ -243,7 +258,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
 }
 
 // gdn_out: x += W (silu(z) norm(y)), the norm taken over each head.
-[[kernel, max_total_threads_per_threadgroup(256)]] void gdn_out(
+[[kernel, max_total_threads_per_threadgroup(512)]] void gdn_out(
                         constant args::MixOut& p          [[buffer(0)]],
                         device const float* y             [[buffer(1)]],  // (T, y_stride), Hv Dv of them used
                         device const float* z             [[buffer(2)]],  // (T, Hv Dv)
@@ -262,24 +277,31 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, width = p.out.columns, Dv = p.head_dim;
     const Rows rows = shared_rows(Weights{weight, scales, biases}, p.out, group.x, simd, simds);
-    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
+    const uint threads = uint(simds) * kSimd;
     y += t * p.y_stride;
     z += t * width;
-    const uint threads = uint(simds) * kSimd;
-    for (uint i = 4 * kQuads * thread_index; i < width; i += 4 * kQuads * threads) {
+    GatedInput in = gated_input(y, z, norm, width, Dv, kKept * thread_index);
+    Ahead<kAheadShared> ahead = load<kAheadShared>(rows, lane);
+    for (uint i = kKept * thread_index; i < width;) {
         float sum = 0;
 #pragma unroll
         for (ushort q = 0; q < kQuads; ++q) {
-            const uint at = i + 4 * q;
-            const float4 of = *(device const float4*)(y + at), gate = *(device const float4*)(z + at);
-            const float4 opened = {silu(gate[0]), silu(gate[1]), silu(gate[2]), silu(gate[3])};
-            sum += dot(of, of);
-            *slot(h, at) = opened * of * *(device const float4*)(norm + at % Dv);
+            const float4 z4 = in.z[q], opened = {silu(z4[0]), silu(z4[1]), silu(z4[2]), silu(z4[3])};
+            sum += dot(in.y[q], in.y[q]);
+            *slot(h, i + 4 * q) = opened * in.y[q] * in.norm[q];
         }
-        squares[i / (4 * kQuads)] = sum;
+        squares[i / kKept] = sum;
+        i += kKept * threads;
+        in = gated_input(y, z, norm, width, Dv, i);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    write_vector(h, width, thread_index, threads, GatedNormed{h, squares, Dv, p.epsilon});
+    for (uint i = Dv * thread_index; i < width; i += Dv * threads) {  // a thread a head
+        float sum = 0;
+        for (uint at = i; at < i + Dv; at += kKept) sum += squares[at / kKept];
+        squares[i / kKept] = precise::rsqrt(sum / float(Dv) + p.epsilon);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    write_vector(h, width, thread_index, threads, GatedNormed{h, squares, Dv});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];
     dots(rows, ahead, h, lane, out);
@@ -288,7 +310,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
 
 // attn_out: x += W y. And what is left of the other steps where what comes before a product is a dispatch of
 // its own: y = W x.
-[[kernel, max_total_threads_per_threadgroup(256)]] void matvec(
+[[kernel, max_total_threads_per_threadgroup(512)]] void matvec(
                        constant args::Matmul& p    [[buffer(0)]],
                        device const float* x       [[buffer(1)]],  // (T, x_stride), K of them used
                        device const uchar* weight  [[buffer(2)]],  // (N, K) as stored
@@ -304,7 +326,7 @@ METAL_FUNC void write_shared(thread const float* y, args::Matrix m, uint group, 
     threadgroup float sums[kMaxSimds * kRowsOfSimd];
     const uint t = group.y, N = p.matrix.rows, K = p.matrix.columns;
     const Rows rows = shared_rows(Weights{weight, scales, biases}, p.matrix, group.x, simd, simds);
-    Ahead<kAhead> ahead = load<kAhead>(rows, lane);
+    Ahead<kAheadShared> ahead = load<kAheadShared>(rows, lane);
     write_vector(h, K, thread_index, uint(simds) * kSimd, Copied{x + t * p.x_stride});
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float out[kRowsOfSimd];

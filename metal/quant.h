@@ -96,6 +96,7 @@ METAL_FUNC float value(ushort bits) {
 #else
 
 constant constexpr ushort kQuads = 1;  // of four numbers that a thread puts at a time
+constant constexpr ushort kAheadShared = kAhead;  // the same where SIMD-groups share rows
 
 // Where a thread may keep four numbers until it puts them.
 METAL_FUNC threadgroup float4* slot(threadgroup float* x, uint i) {

@@ -3,6 +3,8 @@
 This case belongs to every backend's suite.
 """
 
+import os
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,10 @@ import rungs
 from bench import synthetic
 from lily import _core, reference
 from lily.agreement import kl_divergence, top1_agreement
-from support import code_paths, compare, kernels, options_of
+from support import code_paths, compare, options_of
 
 VOCAB = 2048
+CUDA = ["cuda"] if "LILY_PTX" in os.environ else []  # as in support.backends
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 48).astype(np.int32)
 
 
@@ -59,20 +62,24 @@ def test_full_width_is_the_reference(checkpoint, truth, simd):
 
 @pytest.mark.long
 @pytest.mark.unsanitized
-@pytest.mark.parametrize("device", ["sim", "metal"])
-def test_full_width_row_by_row_in_the_simulator(checkpoint, truth, device):
-    rungs.climb("metal")
+@pytest.mark.parametrize("device", ["sim", "metal", *CUDA])
+def test_full_width_row_by_row_on_a_gpu(checkpoint, truth, device):
+    if device != "cuda":
+        rungs.climb("metal")
     options = options_of(f"{device} rows") | {"kv": "f32", "prefill_chunk": "64"}
     check(_core.Session(_core.Weights(str(checkpoint)), options), truth)
 
 
 @pytest.mark.long
 @pytest.mark.unsanitized
-@pytest.mark.parametrize("tiles", ["simdgroup", "tensor"])
-def test_full_width_in_tiles_keeps_to_the_yardstick(checkpoint, truth, tiles):
+@pytest.mark.parametrize(
+    ("device", "tiles"), [("sim", "simdgroup"), ("sim", "tensor"), *((cuda, "auto") for cuda in CUDA)]
+)
+def test_full_width_in_tiles_keeps_to_the_yardstick(checkpoint, truth, device, tiles):
     """Products in bfloat16: no further from the truth than a pipeline that rounds every step's result."""
-    rungs.climb("metal")
-    options = {"device": "sim", "kernels": kernels(), "prefill_chunk": "64", "tiles": tiles}
+    if device != "cuda":
+        rungs.climb("metal")
+    options = options_of(f"{device} tiles") | {"prefill_chunk": "64", "tiles": tiles}
     session = _core.Session(_core.Weights(str(checkpoint)), options)
     logits = taken_in(session, session.new_state())
     ideal = reference.Model(checkpoint, dtype="bf16", keep_bytes=0).logits(TOKENS)

@@ -8,8 +8,9 @@ namespace lily {
 
 namespace {
 
-constexpr uint32_t kHeadsOfLoad = 4;   // query heads that share a load of keys and values
-constexpr int64_t kRowsOfResults = 8;  // rows of the longest context whose spans' results fit at a time
+constexpr uint32_t kHeadsOfLoad = 8;   // query heads that share a load of keys and values
+constexpr int64_t kRowsOfResults = 4;  // rows of the longest context whose spans' results fit at a time
+constexpr uint32_t kMergeWidth = 64;   // dimensions that a threadgroup merges: metal/attention.metal
 constexpr uint32_t kRowsOfTile = 32;   // rows times heads of a tile of queries: metal/flash.metal
 constexpr int64_t kBlock = 64;         // positions of a tile of keys: metal/flash.metal
 
@@ -30,7 +31,7 @@ void GpuOps::allocate_attention() {
     pages_of_sequence_ = (c.max_positions + kPageTokens - 1) / kPageTokens;
     for (Slot& slot : slots_)
         slot.pages = reinterpret_cast<std::byte**>(scratch(2 * kSequences * pages_of_sequence_));
-    results_ = kRowsOfResults * std::max<int64_t>(32, spans_of(c.max_positions));
+    results_ = kRowsOfResults * std::max<int64_t>(args::kMostSpans, spans_of(c.max_positions));
     partial_ = scratch(results_ * c.heads * (c.head_dim + 2));
 }
 
@@ -181,7 +182,8 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
     const Segment& s = segments[0];
     const int64_t first = s.row + p.before, rows = p.tokens;
     const uint32_t heads = options_.gqa_packing ? kHeadsOfLoad : 1, shared = p.heads / p.kv_heads;
-    const bool wide = options_.coalesced_kv && kv_ == DType::bf16 && c_.head_dim == 256;
+    const bool wide =
+        options_.coalesced_kv && kv_ == DType::bf16 && c_.head_dim == 256 && c_.rotary_dim % 16 == 0;
     const size_t results = p.spans > 1 ? p.tokens * p.heads * p.spans * (p.head_dim + 2) * sizeof(float) : 0;
     std::vector<Binding> reached;
     for (const Segment& segment : segments) {
@@ -199,7 +201,6 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
         {.kernel = format("attn_mix_split_%s_%d_%u_%s", kv_name(), dimensions_of_lane(), heads,
                           wide ? "true" : "false"),
          .groups = {p.spans, p.kv_heads * ceil_div(shared, heads), p.tokens},
-         .threads = 4 * kSimd,
          .reached = reached},
         p,
         Buffers()
@@ -215,7 +216,8 @@ void GpuOps::attend_pass(const LayerWeights& layer, std::span<const Segment> seg
             .write(partial_, results)
             .add(Binding::write(row(a_.y, first), y_bytes).writing(p.spans > 1 ? 0 : y_bytes)));
     if (p.spans == 1) return;
-    run(recorder_, {.kernel = "attn_mix_merge", .groups = {p.heads, p.tokens, 1}}, p,
+    run(recorder_,
+        {.kernel = "attn_mix_merge", .groups = {ceil_div(p.head_dim, kMergeWidth), p.heads, p.tokens}}, p,
         Buffers()
             .read(sequence_of(s), segments.size() * sizeof(args::Sequence))
             .read(partial_, results)

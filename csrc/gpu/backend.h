@@ -162,6 +162,7 @@ class GpuOps final : public Ops {
     bool fits_tiles_ = true;      // whether every product of the layers sums over a multiple of 64
     std::unique_ptr<Device> device_;
     const uint32_t at_once_;          // threadgroups that a kernel which loops has, at most
+    const uint32_t simds_of_row_;     // SIMD-groups of a threadgroup whose SIMD-groups share rows
     const char* const tile_kernels_;  // what the names of kernels that multiply in tiles end with
     Recorder recorder_;
 

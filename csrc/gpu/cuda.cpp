@@ -191,8 +191,8 @@ class Cuda final : public Device {
         int options[] = {kErrorLog, kErrorLogBytes};
         void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
         if (const Result r = d_.cuModuleLoadDataEx(&module_, code.c_str(), 2, options, values))
-            throw DeviceError("CUDA: the kernels " + file + " do not compile: " + d_.says(r) + ". " +
-                              log.data());
+            throw DeviceError("CUDA: the kernels " + (file.empty() ? packaged() : file) +
+                              " do not compile: " + d_.says(r) + ". " + log.data());
         check(d_.cuStreamCreate(&stream_, 1), "a stream");  // 1: it does not wait for other users of the GPU
         for (Span& span : spans_) {
             check(d_.cuEventCreate(&span.begin, 0), "an event");
@@ -204,7 +204,7 @@ class Cuda final : public Device {
     ~Cuda() override {
         d_.cuCtxSetCurrent(context_->handle);
         d_.cuStreamSynchronize(stream_);
-        for (const Graph& graph : graphs_) destroy(graph);
+        graphs_.clear();
         for (const Span& span : spans_) {
             d_.cuEventDestroy_v2(span.begin);
             d_.cuEventDestroy_v2(span.end);
@@ -218,6 +218,8 @@ class Cuda final : public Device {
     uint32_t threadgroups_at_once() const override {  // tools/metal/cuda.py: registers for 512 threads
         return 2 * static_cast<uint32_t>(context_->attribute(kProcessors));
     }
+
+    uint32_t simds_of_row() const override { return 16; }
 
     Memory allocate(size_t bytes) override {
         context_->enter();
@@ -248,8 +250,9 @@ class Cuda final : public Device {
         LILY_CHECK(DeviceError, d.args.size() <= kArguments && d.buffers.size() < kAddresses,
                    "%s: has %zu bytes of arguments and %zu buffers, at most %zu and %zu", d.kernel.c_str(),
                    d.args.size(), d.buffers.size(), kArguments, kAddresses - 1);
+        const Kernel& kernel = function(d.kernel);
         Launch& launch = pass_.emplace_back();
-        launch.kernel = &function(d.kernel);
+        launch.kernel = &kernel;
         std::copy(std::begin(d.groups), std::end(d.groups), launch.groups);
         launch.threads = d.threads;
         std::copy(d.args.begin(), d.args.end(), launch.arguments.begin());
@@ -263,8 +266,10 @@ class Cuda final : public Device {
         if (pass_.size() == kMostDispatches) commit();
     }
 
+    // A pass that cannot be launched is let go of, so that the next one begins with its own dispatches.
     uint64_t commit() override {
         if (pass_.empty()) return committed_;
+        const Emptied after(pass_);
         context_->enter();
         Span& span = spans_[++committed_ % spans_.size()];
         measure(span);  // of long ago
@@ -273,7 +278,6 @@ class Cuda final : public Device {
         launch();
         check(d_.cuEventRecord(span.end, stream_), "an event");
         span.open = true;
-        pass_.clear();
         return committed_;
     }
 
@@ -345,10 +349,32 @@ class Cuda final : public Device {
         }
     };
 
+    // Empties a list when it goes out of scope.
+    struct Emptied {
+        std::vector<Launch>& list;
+        explicit Emptied(std::vector<Launch>& of) : list(of) {}
+        Emptied(const Emptied&) = delete;
+        Emptied& operator=(const Emptied&) = delete;
+        ~Emptied() { list.clear(); }
+    };
+
     struct Graph {
         std::vector<Launch> launches;
         std::vector<Handle> nodes;
         Handle graph = nullptr, executable = nullptr;
+        Graph() = default;
+        Graph(Graph&& other) noexcept { *this = std::move(other); }
+        Graph& operator=(Graph&& other) noexcept {
+            std::swap(launches, other.launches);
+            std::swap(nodes, other.nodes);
+            std::swap(graph, other.graph);
+            std::swap(executable, other.executable);
+            return *this;
+        }
+        ~Graph() {  // in whose context the caller is
+            if (executable) driver().cuGraphExecDestroy(executable);
+            if (graph) driver().cuGraphDestroy(graph);
+        }
     };
 
     struct Span {
@@ -403,22 +429,19 @@ class Cuda final : public Device {
         } else {
             for (size_t i = 0; i < pass_.size(); ++i) {
                 if (best->launches[i] == pass_[i]) continue;
-                best->launches[i] = pass_[i];
-                auto list = best->launches[i].parameters();
-                const Node node = node_of(best->launches[i], list.data());
+                auto list = pass_[i].parameters();
+                const Node node = node_of(pass_[i], list.data());
                 check(d_.cuGraphExecKernelNodeSetParams_v2(best->executable, best->nodes[i], &node),
                       pass_[i].kernel->name);
+                best->launches[i] = pass_[i];
             }
         }
         check(d_.cuGraphLaunch(best->executable, stream_), "a graph of kernels");
     }
 
     Graph& make_graph() {
-        if (graphs_.size() == kGraphs) {
-            destroy(graphs_.front());
-            graphs_.erase(graphs_.begin());
-        }
-        Graph& made = graphs_.emplace_back();
+        if (graphs_.size() == kGraphs) graphs_.erase(graphs_.begin());
+        Graph made;
         made.launches = pass_;
         check(d_.cuGraphCreate(&made.graph, 0), "a graph");
         for (Launch& one : made.launches) {
@@ -431,12 +454,7 @@ class Cuda final : public Device {
             made.nodes.push_back(handle);
         }
         check(d_.cuGraphInstantiateWithFlags(&made.executable, made.graph, 0), "a graph");
-        return made;
-    }
-
-    void destroy(const Graph& graph) const {
-        d_.cuGraphExecDestroy(graph.executable);
-        d_.cuGraphDestroy(graph.graph);
+        return graphs_.emplace_back(std::move(made));
     }
 
     void measure(Span& span) {

@@ -56,6 +56,9 @@ struct Device {
     virtual bool tensor_operations() const { return false; }
     // Threadgroups of 256 threads that run at once, if a kernel is better off with no more of them.
     virtual uint32_t threadgroups_at_once() const { return ~0u; }
+    // SIMD-groups of a threadgroup whose SIMD-groups share a matrix's rows: more of them, if a few
+    // threadgroups leave the GPU waiting for each one's instructions. A multiple of 4, at most 16.
+    virtual uint32_t simds_of_row() const { return 8; }
     virtual Memory allocate(size_t bytes) = 0;                                // zero-filled
     virtual Memory allocate_shared(size_t bytes) { return allocate(bytes); }  // that the host reads in place
     virtual void dispatch(const Dispatch&) = 0;  // may run beside earlier ones until a barrier

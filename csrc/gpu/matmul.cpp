@@ -104,7 +104,8 @@ void GpuOps::multiply_rows(const Linear& w, const Rows& x, uint32_t T, float* y,
     const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
         {.kernel = "matvec",
-         .groups = {groups_for(args::kMatvecParts * blocks_of(p.matrix)), T, 1},
+         .groups = {ceil_div(blocks_of(p.matrix), args::kSharedBlocks), T, 1},
+         .threads = simds_of_row_ * kSimd,
          .threadgroup = {vector_bytes(p.matrix.columns)}},
         p,
         Buffers()

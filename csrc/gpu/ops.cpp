@@ -21,6 +21,7 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
       at_once_(device_->threadgroups_at_once()),
+      simds_of_row_(device_->simds_of_row()),
       tile_kernels_(options.tiles != "simdgroup" && device_->tensor_operations() ? kTensorKernels : ""),
       recorder_(*device_, options.concurrent) {
     LILY_CHECK(
@@ -300,7 +301,8 @@ void GpuOps::gdn_out(const LayerWeights& layer, const Batch& batch) {
     }
     run(recorder_,
         {.kernel = "gdn_out",
-         .groups = {groups_for(args::kMatvecParts * blocks_of(p.out)), T, 1},
+         .groups = {ceil_div(blocks_of(p.out), args::kSharedBlocks), T, 1},
+         .threads = simds_of_row_ * kSimd,
          .threadgroup = {vector_bytes(p.out.columns), p.out.columns}},
         p,
         Buffers()

@@ -20,6 +20,7 @@ from tools.metal.clang import CompileError
 LINK = os.environ.get("METAL_LLVM_LINK", "llvm-link-22")
 TILES = clang.HERE / "language" / "cuda_tile.h"
 PRODUCTS = clang.HERE / "language" / "cuda_products.h"
+ATTENTION = clang.HERE / "language" / "cuda_attention.h"
 # bfloat arithmetic and ldmatrix need sm_80 (Ampere); PTX of an architecture runs on all later ones.
 ARCHITECTURE = "sm_80"
 TARGET = ["--target=nvptx64-nvidia-cuda", f"-march={ARCHITECTURE}"]
@@ -48,7 +49,13 @@ def compile(
     """
     include, define = (
         list(include),
-        [*define, f'LILY_TILES="{TILES}"', f'LILY_PRODUCTS="{PRODUCTS}"', "MSL_CUDA=1"],
+        [
+            *define,
+            f'LILY_TILES="{TILES}"',
+            f'LILY_PRODUCTS="{PRODUCTS}"',
+            f'LILY_ATTENTION="{ATTENTION}"',
+            "MSL_CUDA=1",
+        ],
     )
     translations = [clang.translate(Path(file), include, define, None) for file in files]
     faults = [str(problem) for t in translations for problem in t.problems]

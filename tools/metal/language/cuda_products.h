@@ -12,7 +12,7 @@
 // code once, and it has to be fetched as well. Included inside namespace lily.
 
 constant constexpr uint kSegments = 4;
-constant constexpr uint kLanding = 40960;  // bytes of a threadgroup's weights under way: Ahead
+constant constexpr uint kLanding = 45056;  // bytes of a threadgroup's weights under way: Ahead
 constant constexpr uint kVectorBlock = 320;  // bytes of 64 numbers of a vector: args::vector_floats
 
 METAL_FUNC uint halves(float low, float high) {
@@ -38,6 +38,7 @@ METAL_FUNC threadgroup const uchar* piece(threadgroup const float* x, uint i) {
 }
 
 constant constexpr ushort kQuads = 2;  // of four numbers that a thread puts at a time
+constant constexpr ushort kAheadShared = 1;  // of sixteen SIMD-groups, for which there is room
 
 // Where a thread may keep four numbers until it puts them.
 METAL_FUNC threadgroup float4* slot(threadgroup float* x, uint i) {
@@ -177,9 +178,10 @@ METAL_FUNC void multiply_halves(thread float* c, uint first, uint second, uint f
 }
 
 // A sector's products with its piece of the vector, of the segment in column lane / 8: 64 numbers of 4 bits.
+// In two sums, since a product waits for the one before it in its sum.
 template <ushort kBits>
-METAL_FUNC void add_sector(thread float* c, uint2 first, uint2 second, threadgroup const float* x, uint sector,
-                           ushort lane) {
+METAL_FUNC void add_sector(thread float (*c)[4], uint2 first, uint2 second, threadgroup const float* x,
+                           uint sector, ushort lane) {
     const uint half_of = lane / 4 % 2 * 16;
     if (kBits == 4) {
 #pragma unroll
@@ -187,9 +189,9 @@ METAL_FUNC void add_sector(thread float* c, uint2 first, uint2 second, threadgro
             const uint4 b =
                 *(threadgroup const uint4*)(piece(x, sector * 8 + 2 * (lane % 4) + i) + half_of);
             const uint u = first[i], v = second[i];
-            multiply_halves(c, u & 0x000f000f, v & 0x000f000f, u & 0x00f000f0, v & 0x00f000f0, b[0], b[1]);
+            multiply_halves(c[i], u & 0x000f000f, v & 0x000f000f, u & 0x00f000f0, v & 0x00f000f0, b[0], b[1]);
             if (twin::step(1, 2) == 1)
-                multiply_halves(c, u >> 8 & 0x000f000f, v >> 8 & 0x000f000f, u >> 8 & 0x00f000f0,
+                multiply_halves(c[i], u >> 8 & 0x000f000f, v >> 8 & 0x000f000f, u >> 8 & 0x00f000f0,
                                 v >> 8 & 0x00f000f0, b[2], b[3]);
         }
     } else {
@@ -198,7 +200,7 @@ METAL_FUNC void add_sector(thread float* c, uint2 first, uint2 second, threadgro
         for (uint i = 0; i < 2; i += twin::step(1, 2)) {
             const uint pick = i == 0 ? 0x5410 : 0x7632;  // columns 4 i and 4 i + 2 of the piece
             const half2 odd = __builtin_bit_cast(half2, __nvvm_prmt(b[1], b[3], pick)) * half2(16.0h);
-            multiply_halves(c, first[i] & 0x00ff00ff, second[i] & 0x00ff00ff, first[i] >> 8 & 0x00ff00ff,
+            multiply_halves(c[i], first[i] & 0x00ff00ff, second[i] & 0x00ff00ff, first[i] >> 8 & 0x00ff00ff,
                             second[i] >> 8 & 0x00ff00ff, __nvvm_prmt(b[0], b[2], pick),
                             __builtin_bit_cast(uint, odd));
         }
@@ -237,9 +239,10 @@ METAL_FUNC void add_packed(thread const Rows& rows, thread const Rows& then, thr
             const ushort scale = ((threadgroup const ushort*)ahead.scales(r))[own / of_group],
                          bias = ((threadgroup const ushort*)ahead.biases(r))[own / of_group];
 #endif
-            float c[4] = {0, 0, 0, 0};
+            float c[2][4] = {};
             add_sector<kBits>(c, near, far, x, first + min(s + lane / 8, last), lane);
-            const float dot = segment < 2 ? c[0] + c[1] : c[2] + c[3];
+            const float dot = segment < 2 ? c[0][0] + c[0][1] + (c[1][0] + c[1][1])
+                                          : c[0][2] + c[0][3] + (c[1][2] + c[1][3]);
             threadgroup const float* rest =
                 (threadgroup const float*)((threadgroup const uchar*)x +
                                            (first + own) / of_group * kVectorBlock + 256);
