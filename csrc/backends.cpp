@@ -70,13 +70,23 @@ CodePath choose(const std::string& simd) {
     throw DeviceError("option simd: this CPU cannot run '" + simd + "'; it can run " + present);
 }
 
+bool asks_for_cuda(const Options& options) {
+    return options.device == "cuda" || (options.device == "auto" && has_cuda(options.kernels));
+}
+
 }  // namespace
+
+// An NVIDIA GPU wants many rows of each expert: docs/nvidia.md.
+int prefill_chunk(const Options& options) {
+    if (options.prefill_chunk) return options.prefill_chunk;
+    return asks_for_cuda(options) ? 4096 : kPrefillChunk;
+}
 
 std::unique_ptr<Ops> make_ops(const Weights& weights, const Options& options, int rows, DType kv,
                               const Notice& notice) {
     if (options.device == "sim")
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_simulator(options.kernels));
-    if (options.device == "cuda" || (options.device == "auto" && has_cuda(options.kernels)))
+    if (asks_for_cuda(options))
         return std::make_unique<GpuOps>(weights, options, rows, kv, make_cuda(options.kernels));
     if (options.device == "metal" || (options.device == "auto" && has_metal(options.kernels)))
         return std::make_unique<GpuOps>(weights, options, rows, kv,

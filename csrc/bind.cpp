@@ -271,7 +271,7 @@ struct PySession {
         : options(options_of(given)), weights(checkpoint.weights) {
         const DType kv = kv_type(options.kv);
         const int chunk =
-            static_cast<int>(std::min<int64_t>(options.prefill_chunk, weights->config.max_positions));
+            static_cast<int>(std::min<int64_t>(prefill_chunk(options), weights->config.max_positions));
         const auto tell = [&notice](const std::string& what) {
             nb::gil_scoped_acquire gil;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -568,7 +568,8 @@ void bind_session(nb::module_& m) {
             "Threads that share the work.")
         .def_prop_ro(
             "packed_bytes", [](PySession& s) { return s.session->ops().packed_bytes(); },
-            "Bytes of matrices that are kept in another order than the files'; 0 where they are used in place.")
+            "Bytes of matrices that are kept in another order than the files'; 0 where they are used in "
+            "place.")
         .def_prop_ro(
             "scratch_bytes", [](PySession& s) { return s.session->ops().scratch_bytes(); },
             "Bytes allocated besides weights and states; fixed when the session is made.")

@@ -179,6 +179,11 @@ inline DType kv_type(const std::string& name) {
     return name == "f32" ? DType::f32 : name == "int8" ? DType::i8 : DType::bf16;
 }
 
+inline constexpr int kPrefillChunk = 2048;  // tokens of a pass, if neither the option nor the device says
+
+// Tokens of a pass: the option's, or what suits the device that it asks for.
+int prefill_chunk(const Options&);
+
 // rows: the largest T.  kv: what keys and values are kept in.
 std::unique_ptr<Ops> make_ops(const Weights&, const Options&, int rows, DType kv, const Notice& = nullptr);
 

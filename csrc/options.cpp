@@ -109,7 +109,7 @@ std::vector<std::string> alternatives(const std::string& name, const Value&) {
         {"prefill_chunk", "512 1024 4096 8192"},
         {"fixed_blocks_from", "0 1"},
         {"flash_from", "0"},
-        {"gdn_scan", "registers packed"},
+        {"gdn_scan", "registers packed chunked"},
         {"gdn_scan_from", "0"},
         {"matmul_rows", "65537"},  // past the largest chunk: never
         {"expert_tile", "16 32"},
@@ -157,13 +157,13 @@ void Options::check() const {
     one_of("simd", simd, "auto amx avx512vnni avx512 avx2 neondot neon plain");
     one_of("repack", repack, "auto on off");
     one_of("tiles", tiles, "auto tensor simdgroup");
-    one_of("gdn_scan", gdn_scan, "registers packed chunked");
+    one_of("gdn_scan", gdn_scan, "auto registers packed chunked");
     in_range("fixed_blocks_from", fixed_blocks_from, 0, 1 << 30);
     in_range("checkpoint_tokens", checkpoint_tokens, 0, 1 << 30);
     in_range("flash_from", flash_from, 0, 1 << 30);
     in_range("gdn_scan_from", gdn_scan_from, 0, 1 << 30);
     in_range("threads", threads, 0, 1024);
-    in_range("prefill_chunk", prefill_chunk, 1, 65536);
+    in_range("prefill_chunk", prefill_chunk, 0, 65536);
     in_range("prefill_digits", prefill_digits, 2, 3);
     in_range("decode_batch", decode_batch, 1, 32);
     in_range("speculate", speculate, 0, 7);

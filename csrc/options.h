@@ -13,7 +13,7 @@ namespace lily {
 #define LILY_OPTIONS(X)                                                                                               \
     X(std::string,  device,        "auto",  "Where to run: auto, cpu, metal, cuda or sim (the GPU kernels, simulated).")                                         \
     X(int,          threads,       0,       "CPU threads; 0 is one per core this process may use.")                   \
-    X(int,          prefill_chunk, 2048,    "Prefill: tokens in one pass.")                         \
+    X(int,          prefill_chunk, 0,       "Prefill: tokens in one pass; 0 is what suits the device: 4096 on an NVIDIA GPU, else 2048.")                         \
     X(int,          decode_batch,  8,       "Sequences whose next tokens are worked out in one pass, when several are written at once.") \
     X(int,          speculate,     0,       "Tokens guessed ahead from what followed the same words before, and checked in one pass, 7 at most; 0 guesses none.") \
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
@@ -28,7 +28,7 @@ namespace lily {
     X(bool,         coalesced_kv,  true,    "GPU decode: keys and values are loaded 16 bytes at a time.")              \
     X(int,          fixed_blocks_from, 32768, "GPU decode: positions from which attention is cut into blocks of one size; 0 is never.") \
     X(int,          flash_from,    32,      "GPU prefill: tokens from which attention goes through matrix tiles; 0 is never.") \
-    X(std::string,  gdn_scan,      "chunked", "GPU prefill: how the delta rule is scanned: registers, packed or chunked.") \
+    X(std::string,  gdn_scan,      "auto", "GPU prefill: how the delta rule is scanned: registers, packed, chunked, or auto, what is fastest on the device.") \
     X(int,          gdn_scan_from, 32,      "GPU prefill: tokens from which the delta rule is scanned; 0 is never.")                 \
     X(bool,         fused_dequantisation, true, "GPU prefill: weights become bfloat16 on their way into a product, not before it.") \
     X(bool,         gpu_routing,   true,    "GPU prefill: the device sorts a chunk's rows by expert, not the host.")         \

@@ -36,8 +36,8 @@ struct Finish {
 // key/value head, its heads token by token, and walks the positions in blocks of kBlock from 0, with a
 // softmax that keeps a running maximum and sum. Scores and results go through tiles of bf16 with float32
 // sums: a SIMD-group makes the scores of every row with a quarter of the block's keys, then the
-// results of every row in a quarter of the dimensions, so that it alone reads those keys and values,
-// straight from their page; between the two, four threads a row turn scores into bf16 shares in
+// results of every row in a quarter of the dimensions, so that it alone reads those keys and values, a panel
+// of each; between the two, four threads a row turn scores into bf16 shares in
 // threadgroup memory. The shares that are summed are the rounded ones. A block that lies after a row
 // leaves it as it was. The grid is (tiles of rows, G). Threadgroup memory: 30 KB at Dh = 256, most of it
 // the queries.
@@ -49,6 +49,7 @@ template <ushort Dh>
                                device const args::Sequence* sequences  [[buffer(4)]],  // (1)
                                device const Page* pages                [[buffer(5)]],
                                device float* mixed                     [[buffer(6)]],  // (tokens, y_stride)
+                               threadgroup uchar* landing              [[threadgroup(0)]],  // of the panels
                                uint2 group                             [[threadgroup_position_in_grid]],
                                ushort thread_index                     [[thread_index_in_threadgroup]],
                                ushort simd                             [[simdgroup_index_in_threadgroup]],
@@ -80,13 +81,18 @@ template <ushort Dh>
     for (ushort r = 0; r < kRowTiles; ++r)
         for (ushort d = 0; d < kTiles; ++d) y[r][d].clear();
 
+    Panel<kTile, Dh> keys;          // this SIMD-group's of a block
+    Panel<kBlock, kColumns> values;  // all of the block's, in this SIMD-group's dimensions
+    values.template begin<kSimds>(keys.template begin<kSimds>(landing, simd), simd);
+    keys.ask(key_at<bfloat>(pages, p, kv_head, 0) + simd * kTile * Dh, Dh, true, lane);
     for (uint begin = 0; begin < end; begin += kBlock) {
-        device bfloat* keys = key_at<bfloat>(pages, p, kv_head, begin);
+        values.ask(key_at<bfloat>(pages, p, kv_head, begin) + p.plane + simd * kColumns, Dh, true, lane);
+        keys.wait();
         Sum score[kRowTiles];
         for (ushort r = 0; r < kRowTiles; ++r) score[r].clear();
         for (ushort d = 0; d < Dh; d += kDepth) {
             Right key;
-            key.load_transposed(keys + simd * kTile * Dh + d, Dh);
+            keys.load_transposed(key, 0, d);
             for (ushort r = 0; r < kRowTiles; ++r) {
                 Left query;
                 query.load(queries + r * kTile * kQueryStride + d, kQueryStride);
@@ -95,6 +101,8 @@ template <ushort Dh>
         }
         for (ushort r = 0; r < kRowTiles; ++r)
             score[r].store(scores + r * kTile * kScoreStride + simd * kTile, kScoreStride);
+        const uint next = min(begin + kBlock, end - 1) / kBlock * kBlock;
+        keys.ask(key_at<bfloat>(pages, p, kv_head, next) + simd * kTile * Dh, Dh, begin + kBlock < end, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float x[kBlock / kThreadsOfRow], highest = top, sum = 0;
@@ -122,14 +130,14 @@ template <ushort Dh>
             shrinking.load(shrinks + r * kScale);
             for (ushort d = 0; d < kTiles; ++d) y[r][d].scale(shrinking);
         }
-        device bfloat* values = keys + p.plane + simd * kColumns;
+        values.wait();
         for (ushort c = 0; c < kBlock; c += kDepth) {
             Left share[kRowTiles];
             for (ushort r = 0; r < kRowTiles; ++r)
                 share[r].load(shares + r * kTile * kShareStride + c, kShareStride);
             for (ushort d = 0; d < kTiles; ++d) {
                 PlainRight value;
-                value.load(values + c * Dh + d * kTile, Dh);
+                values.load(value, c, d * kTile);
                 for (ushort r = 0; r < kRowTiles; ++r) y[r][d].add(share[r], value);
             }
         }

@@ -37,6 +37,24 @@ METAL_FUNC float convolved(device const float* qkv, device const float* conv, de
     return silu(sum);
 }
 
+// The same, with four taps asked for at once: of many tokens, whose convolution waits for memory.
+METAL_FUNC float convolved_ahead(device const float* qkv, device const float* conv, device const float* weight,
+                                 uint channels, uint taps, uint t, uint channel) {
+    float sum = 0;
+    for (uint first = 0; first < taps; first += 4) {
+        float x[4], w[4];
+#pragma unroll
+        for (ushort j = 0; j < 4; ++j) {
+            const uint tap = min(first + j, taps - 1);
+            x[j] = history(qkv, conv, channels, taps, int(t + tap) - int(taps) + 1, channel);
+            w[j] = weight[channel * taps + tap];
+        }
+#pragma unroll
+        for (ushort j = 0; j < 4; ++j) sum = first + j < taps ? fma(x[j], w[j], sum) : sum;
+    }
+    return silu(sum);
+}
+
 // log(1 + e^x), without losing small values to the 1.
 METAL_FUNC float softplus(float x) {
     const float e = precise::exp(-fabs(x));
@@ -91,6 +109,77 @@ METAL_FUNC void store_columns(device float* row, uint Dk, bool present, ushort l
         const uint column = column_of<kLanes, N>(lane, i);
         if (column < Dk) *(device float4*)(row + column) = float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
     }
+}
+
+// What a threadgroup of a scan has of kBlock tokens, and what a thread brings of it. kWide: Dk and what a
+// lane's numbers go past it, which are zeros; kRows: of S.
+constant constexpr ushort kBlock = 8;
+template <ushort kWide, ushort kRows>
+struct Scanned {
+    static constant constexpr const ushort kQuads = 2 * kWide / 4;  // of a token's key and query
+    static constant constexpr const ushort kThreads = kSimds * kSimd;
+    static constant constexpr const ushort kShare = (kBlock * kQuads + kThreads - 1) / kThreads;
+    static_assert(kBlock * kRows <= kThreads, "a thread brings one value");
+    float4 quads[kShare];
+    float value;
+    float2 gate;
+
+    // Loads a thread's share of the tokens from t on. One past the last has zeros, which leave S as it is.
+    METAL_FUNC void load(device const float* prepared, device const float2* gates, constant args::GdnMix& p,
+                         uint head, uint first_value, uint t, uint tokens, ushort thread_index) {
+        const uint Dk = p.key_dim, keys = p.key_heads * Dk, channels = channels_of(p);
+        const uint key_head = head / (p.value_heads / p.key_heads);
+#pragma unroll
+        for (ushort i = 0; i < kShare; ++i) {
+            const ushort at = thread_index + i * kThreads, quad = at % kQuads, column = quad % (kQuads / 2) * 4;
+            const uint token = t + at / kQuads;
+            quads[i] = float4(0.0f);
+            if (at < kBlock * kQuads && token < tokens && column < Dk)
+                quads[i] = *(device const float4*)(prepared + (p.lead + token) * channels +
+                                                   (quad < kQuads / 2 ? keys : 0) + key_head * Dk + column);
+        }
+        const uint token = t + thread_index / kRows, row = first_value + thread_index % kRows;
+        value = 0;
+        if (thread_index < kBlock * kRows && token < tokens && row < p.value_dim)
+            value = prepared[(p.lead + token) * channels + 2 * keys + head * p.value_dim + row];
+        gate = 0;
+        if (thread_index < kBlock && t + thread_index < tokens)
+            gate = gates[(p.lead + t + thread_index) * p.value_heads + head];
+    }
+    METAL_FUNC void put(threadgroup float4* all_quads, threadgroup float* values, threadgroup float2* decays,
+                        ushort thread_index) const {
+#pragma unroll
+        for (ushort i = 0; i < kShare; ++i)
+            if (thread_index + i * kThreads < kBlock * kQuads) all_quads[thread_index + i * kThreads] = quads[i];
+        if (thread_index < kBlock * kRows) values[thread_index] = value;
+        if (thread_index < kBlock) decays[thread_index] = float2(precise::exp(gate.x), gate.y);
+    }
+};
+
+// The rule for a token, of a lane's part of a row of S: keys and queries are the token's, of kLanes N. Gives
+// the row's number of y in each of its lanes.
+template <ushort kLanes, ushort N>
+METAL_FUNC float take_token(threadgroup const float* keys, threadgroup const float* queries, float value,
+                            float2 gate, ushort lane, thread float* S) {
+    constexpr ushort kSums = N < 4 ? N : 4;  // that do not wait for one another
+    float k[N], Sk[kSums], Sq[kSums];
+#pragma unroll
+    for (ushort i = 0; i < kSums; ++i) Sk[i] = Sq[i] = 0;
+#pragma unroll
+    for (ushort i = 0; i < N; ++i) {
+        k[i] = keys[column_of<kLanes, N>(lane, i)];
+        S[i] *= gate.x;
+        Sk[i % kSums] = fma(S[i], k[i], Sk[i % kSums]);
+    }
+    for (ushort i = 1; i < kSums; ++i) Sk[0] += Sk[i];
+    const float d = (value - lanes_sum<kLanes>(Sk[0])) * gate.y;
+#pragma unroll
+    for (ushort i = 0; i < N; ++i) {
+        S[i] = fma(d, k[i], S[i]);
+        Sq[i % kSums] = fma(S[i], queries[column_of<kLanes, N>(lane, i)], Sq[i % kSums]);
+    }
+    for (ushort i = 1; i < kSums; ++i) Sq[0] += Sq[i];
+    return lanes_sum<kLanes>(Sq[0]);
 }
 
 }  // namespace
@@ -236,7 +325,7 @@ template <ushort N>
 
     float squares = 0;
     for (uint i = lane; i < width; i += kSimd) {
-        const float mixed = present ? convolved(qkv, conv_in, weight, channels, C, t, first + i) : 0.0f;
+        const float mixed = present ? convolved_ahead(qkv, conv_in, weight, channels, C, t, first + i) : 0.0f;
         squares = fma(mixed, mixed, squares);
         out[i] = mixed;
         if (present && t + C > tokens)
@@ -261,48 +350,50 @@ template <ushort N>
 
 // gdn_mix of many tokens, as a scan: kLanes lanes share a row of S, each with N = Dk / kLanes numbers in
 // registers from the first token to the last; S is read once and written once. With 32 lanes a SIMD-group
-// has one row and sums over all of its lanes twice a token ("registers"); with 4 it has eight rows and two
-// shuffles do ("packed"). No barriers: q, k and v come from the caches. The grid is (blocks of a head's
-// rows, value heads).
+// has one row and sums over all of its lanes twice a token ("registers"); with 8 it has four rows and three
+// shuffles do ("packed"). A threadgroup brings q, k and v of kBlock tokens into its memory at a time, and asks
+// for those of the next before it takes these: memory answers later than a token takes. The grid is (blocks of
+// a head's rows, value heads).
 template <ushort kLanes, ushort N>
-[[kernel]] void gdn_mix_scan(constant args::GdnMix& p                [[buffer(0)]],
+[[kernel, max_total_threads_per_threadgroup(256)]] void gdn_mix_scan(
+                             constant args::GdnMix& p                [[buffer(0)]],
                              device const float* prepared            [[buffer(1)]],  // (rows, channels)
                              device const float2* gates              [[buffer(2)]],  // (rows, Hv)
                              device const args::Sequence* sequences  [[buffer(3)]],  // (1)
                              device float* y                         [[buffer(4)]],  // (T, y_stride)
                              uint2 group                             [[threadgroup_position_in_grid]],
+                             ushort thread_index                     [[thread_index_in_threadgroup]],
                              ushort simd                             [[simdgroup_index_in_threadgroup]],
                              ushort lane                             [[thread_index_in_simdgroup]]) {
-    constexpr ushort kRows = kSimd / kLanes;
+    constexpr ushort kRows = kSimds * kSimd / kLanes, kWide = kLanes * N;
+    threadgroup float4 quads[kBlock * 2 * kWide / 4];  // (kBlock, 2, kWide): keys, queries
+    threadgroup float values[kBlock * kRows];          // (kBlock, kRows)
+    threadgroup float2 decays[kBlock];                 // (kBlock): decay, beta
     const uint Dk = p.key_dim, Dv = p.value_dim, channels = channels_of(p), tokens = sequences[0].tokens;
-    const uint head = group.y, key_head = head / (p.value_heads / p.key_heads);
-    const uint value = (group.x * kSimds + simd) * kRows + lane / kLanes;  // of the head: the row of S
-    const bool present = value < Dv;
+    const uint head = group.y, first = group.x * kRows;
+    const ushort row = simd * (kSimd / kLanes) + lane / kLanes;  // of this threadgroup's rows of S
+    const uint value = first + row;                              // of the head's
+    const bool present = value < Dv, writes = present && lane % kLanes == 0;
     const uint conv = (p.taps - 1) * channels, at = (head * Dv + value) * Dk;
     device const float* S_in = sequences[0].now + p.layer * p.state + conv;
     device float* S_out = sequences[0].next + p.layer * p.state + conv;
+    device float* out = y + head * Dv + value;
     float S[N];
     load_columns<kLanes, N>(S_in + at, Dk, present, lane, S);
 
-    for (uint t = 0; t < tokens; ++t) {
-        device const float* row = prepared + (p.lead + t) * channels;
-        const float2 gate = gates[(p.lead + t) * p.value_heads + head];
-        const float decay = precise::exp(gate.x);
-        float keys[N], queries[N], Sk = 0, Sq = 0;
-        load_columns<kLanes, N>(row + (p.key_heads + key_head) * Dk, Dk, true, lane, keys);
-        load_columns<kLanes, N>(row + key_head * Dk, Dk, true, lane, queries);
-        for (ushort i = 0; i < N; ++i) {
-            S[i] *= decay;
-            Sk = fma(S[i], keys[i], Sk);
+    Scanned<kWide, kRows> next;
+    next.load(prepared, gates, p, head, first, 0, tokens, thread_index);
+    for (uint t = 0; t < tokens; t += kBlock) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);  // nobody reads what was there
+        next.put(quads, values, decays, thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        next.load(prepared, gates, p, head, first, t + kBlock, tokens, thread_index);
+#pragma unroll
+        for (ushort i = 0; i < kBlock; ++i) {
+            threadgroup const float* keys = (threadgroup const float*)quads + i * 2 * kWide;
+            const float sum = take_token<kLanes, N>(keys, keys + kWide, values[i * kRows + row], decays[i], lane, S);
+            if (writes && t + i < tokens) out[(t + i) * p.y_stride] = sum;
         }
-        Sk = lanes_sum<kLanes>(Sk);
-        const float d = (present ? row[2 * p.key_heads * Dk + head * Dv + value] - Sk : 0.0f) * gate.y;
-        for (ushort i = 0; i < N; ++i) {
-            S[i] = fma(d, keys[i], S[i]);
-            Sq = fma(S[i], queries[i], Sq);
-        }
-        Sq = lanes_sum<kLanes>(Sq);
-        if (present && lane % kLanes == 0) y[t * p.y_stride + head * Dv + value] = Sq;
     }
     store_columns<kLanes, N>(S_out + at, Dk, present, lane, S);
 }
@@ -322,8 +413,8 @@ instantiate_gdn_mix_scan(registers, 32, 1)
 instantiate_gdn_mix_scan(registers, 32, 2)
 instantiate_gdn_mix_scan(registers, 32, 4)
 instantiate_gdn_mix_scan(registers, 32, 8)
-instantiate_gdn_mix_scan(packed, 4, 4)
-instantiate_gdn_mix_scan(packed, 4, 8)
-instantiate_gdn_mix_scan(packed, 4, 16)
-instantiate_gdn_mix_scan(packed, 4, 32)
-instantiate_gdn_mix_scan(packed, 4, 64)
+instantiate_gdn_mix_scan(packed, 8, 2)
+instantiate_gdn_mix_scan(packed, 8, 4)
+instantiate_gdn_mix_scan(packed, 8, 8)
+instantiate_gdn_mix_scan(packed, 8, 16)
+instantiate_gdn_mix_scan(packed, 8, 32)

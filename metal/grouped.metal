@@ -7,7 +7,7 @@ using namespace lily;
 
 namespace {
 
-// hidden[assignment] = silu(gate) up
+// hidden[assignment] = silu(gate) up; or of two neighbours.
 struct StoreHidden {
     device float* hidden;  // (T K, F)
     threadgroup const uint* assignment;
@@ -17,9 +17,14 @@ struct StoreHidden {
         if (row + r < rows && column + c < columns)
             hidden[assignment[row + r] * columns + column + c] = silu(gate) * up;
     }
+    METAL_FUNC void operator()(ushort r, ushort c, float2 gate, float2 up) const {  // F is a multiple of 64
+        if (row + r < rows && column + c < columns)
+            *(device float2*)(hidden + assignment[row + r] * columns + column + c) =
+                float2(silu(gate.x) * up.x, silu(gate.y) * up.y);
+    }
 };
 
-// part[assignment] = value
+// part[assignment] = value; or a value and its right neighbour.
 struct StorePart {
     device bfloat* part;  // (T K, D)
     threadgroup const uint* assignment;
@@ -29,14 +34,18 @@ struct StorePart {
         if (row + r < rows && column + c < columns)
             part[assignment[row + r] * columns + column + c] = bfloat(value);
     }
+    METAL_FUNC void operator()(ushort r, ushort c, float2 values) const {  // D is a multiple of 64
+        if (row + r < rows && column + c < columns)
+            *(device bfloat2*)(part + assignment[row + r] * columns + column + c) = bfloat2(values);
+    }
 };
 
 }  // namespace
 
-// hidden = silu(Gate h) (Up h) of the chosen experts. A threadgroup takes 32 outputs of one expert for all
-// rows of a tile, gathering them by the sorted assignments; a slab holds 32 rows of Gate and the same of Up,
-// dequantised once for the tile. The grid is (blocks of 32 outputs, tiles), the tiles counted by
-// moe_sort_plan.
+// hidden = silu(Gate h) (Up h) of the chosen experts. A threadgroup takes kSlabRows / 2 outputs of one
+// expert for all rows of a tile, gathering them by the sorted assignments; a slab holds as many rows of Gate
+// and the same of Up, dequantised once for the tile. The grid is (blocks of outputs, tiles), the tiles counted
+// by moe_sort_plan.
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void moe_up_tiles(
     constant args::MoeUp& p          [[buffer(0)]],
@@ -50,11 +59,11 @@ template <class B>
     device const uchar* up_scales    [[buffer(8)]],
     device const uchar* up_biases    [[buffer(9)]],
     device float* hidden             [[buffer(10)]],  // (T K, F)
+    threadgroup bfloat* slabs        [[threadgroup(0)]],
     uint2 group                      [[threadgroup_position_in_grid]],
     ushort thread_index              [[thread_index_in_threadgroup]],
     ushort simd                      [[simdgroup_index_in_threadgroup]],
     ushort lane                      [[thread_index_in_simdgroup]]) {
-    threadgroup bfloat slabs[2 * kSlabSize];
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     threadgroup uint assignment[B::kRows];
@@ -81,7 +90,7 @@ template <class B>
                 stage, lane);
 }
 
-// part = Down hidden of the chosen experts. As moe_up_tiles, with 64 outputs a threadgroup.
+// part = Down hidden of the chosen experts. As moe_up_tiles, with kSlabRows outputs a threadgroup.
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void moe_down_tiles(
     constant args::MoeDown& p       [[buffer(0)]],
@@ -92,11 +101,11 @@ template <class B>
     device const uchar* scales      [[buffer(5)]],
     device const uchar* biases      [[buffer(6)]],
     device bfloat* part             [[buffer(7)]],  // (T K, D)
+    threadgroup bfloat* slabs       [[threadgroup(0)]],
     uint2 group                     [[threadgroup_position_in_grid]],
     ushort thread_index             [[thread_index_in_threadgroup]],
     ushort simd                     [[simdgroup_index_in_threadgroup]],
     ushort lane                     [[thread_index_in_simdgroup]]) {
-    threadgroup bfloat slabs[2 * kSlabSize];
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     threadgroup uint assignment[B::kRows];

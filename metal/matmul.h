@@ -8,15 +8,11 @@
 
 namespace lily {
 
-constant constexpr ushort kSlabRows = 64;     // rows of W in a slab: outputs of a threadgroup
 constant constexpr ushort kSlabColumns = 64;  // columns of W in a slab: a group of quantised numbers
-constant constexpr ushort kSlabStride =
-    kSlabColumns + 8;  // 16 bytes of padding spread the rows over memory banks
-constant constexpr ushort kSlabSize = kSlabRows * kSlabStride;
 
 // How a threadgroup divides its block of outputs: kSimdRows x kSimdColumns SIMD-groups, each with kRowTiles x
 // kColumnTiles tiles. Column tile c of a SIMD-group in column s is the slab's tile c * kSimdColumns + s, so
-// that a SIMD-group has tiles of the slab's first half and the ones 32 columns on, gate and up.
+// that a SIMD-group has tiles of the slab's first half and the ones half a slab on, gate and up.
 template <ushort RowTiles, ushort SimdRows, ushort SimdColumns>
 struct Block {
     static constant constexpr const ushort kRowTiles = RowTiles;
@@ -26,17 +22,11 @@ struct Block {
     static constant constexpr const ushort kRows = RowTiles * SimdRows * kTile;
     static constant constexpr const ushort kSimds = SimdRows * SimdColumns;
     static constant constexpr const ushort kThreads = kSimds * kSimd;
-    static constant constexpr const ushort kNumbers =
-        kSlabRows * kSlabColumns / kThreads;  // a thread's share
 };
 
-using Block16 = Block<1, 1, 2>;
-using Block32 = Block<1, 2, 2>;
-using Block128 = Block<2, 4, 1>;  // a slab serves 128 rows: 64 accumulators a lane
-
 // Writes `count` consecutive numbers of a row, all of one group, as bfloat.
-template <ushort kBits, ushort kCount>
-METAL_FUNC void dequantise_words(Weights w, args::Matrix m, uint at, threadgroup bfloat* out) {
+template <ushort kBits, ushort kCount, class Out>
+METAL_FUNC void dequantise_words(Weights w, args::Matrix m, uint at, Out out) {
     constexpr ushort kSlots = 32 / kBits;
     constexpr uint kMask = (1u << kBits) - 1u;
     const float scale = number(w.scales, m.type, at / kGroup), bias = number(w.biases, m.type, at / kGroup);
@@ -50,13 +40,20 @@ METAL_FUNC void dequantise_words(Weights w, args::Matrix m, uint at, threadgroup
     }
 }
 
-template <ushort kCount>
-METAL_FUNC void dequantise(Weights w, args::Matrix m, uint row, uint column, threadgroup bfloat* out) {
+template <ushort kCount, class Out>
+METAL_FUNC void dequantise(Weights w, args::Matrix m, uint row, uint column, Out out) {
     const uint at = row * m.columns + column;
     if (m.bits == 4) return dequantise_words<4, kCount>(w, m, at, out);
     if (m.bits == 8) return dequantise_words<8, kCount>(w, m, at, out);
     for (ushort i = 0; i < kCount; ++i) out[i] = bfloat(number(w.weight, m.type, at + i));
 }
+
+// Where a row of a slab comes from.
+struct Place {
+    Weights w;
+    args::Matrix m;
+    uint row;
+};
 
 // What a slab's rows are. Rows past the last repeat it: their outputs are not written.
 struct OneMatrix {
@@ -64,20 +61,16 @@ struct OneMatrix {
     args::Matrix m;
     uint first, rows;  // W's row at the slab's row 0, and how many there are from it on
 
-    template <ushort kCount>
-    METAL_FUNC void fill(ushort row, uint column, threadgroup bfloat* out) const {
-        dequantise<kCount>(w, m, first + min(uint(row), rows - 1), column, out);
-    }
+    METAL_FUNC Place place(ushort row, bool) const { return {w, m, first + min(uint(row), rows - 1)}; }
 };
 
-// The slab's first 32 rows come from one matrix, the others from the same rows of the other.
+// The slab's first half comes from one matrix, the second from the same rows of the other.
 struct TwoMatrices {
     OneMatrix gate, up;
 
-    template <ushort kCount>
-    METAL_FUNC void fill(ushort row, uint column, threadgroup bfloat* out) const {
-        if (row < kSlabRows / 2) return gate.fill<kCount>(row, column, out);
-        up.fill<kCount>(row - kSlabRows / 2, column, out);
+    METAL_FUNC Place place(ushort row, bool second) const {
+        if (second) return up.place(row - kSlabRows / 2, second);
+        return gate.place(row, second);
     }
 };
 
@@ -90,19 +83,10 @@ struct LeftRows {
     METAL_FUNC bfloat operator()(uint row, uint column) const { return bfloat(x[start[row] + column]); }
 };
 
-// The same rows as a tile sees them.
-template <class T>
-struct LeftTile {
-    LeftRows<T> rows;
-    uint row, column;
-
-    METAL_FUNC bfloat operator()(ushort r, ushort c) const { return rows(row + r, column + c); }
-};
-
 // A SIMD-group's share of the outputs, and where it lies.
 template <class B>
 struct Outputs {
-    Sum sum[B::kRowTiles][B::kColumnTiles];
+    BlockSum sum[B::kRowTiles][B::kColumnTiles];
 
     METAL_FUNC static ushort row(ushort simd, ushort tile) {
         return (simd / B::kSimdColumns * B::kRowTiles + tile) * kTile;
@@ -110,6 +94,30 @@ struct Outputs {
     METAL_FUNC static ushort column(ushort simd, ushort tile) {
         return (tile * B::kSimdColumns + simd % B::kSimdColumns) * kTile;
     }
+};
+
+// What follows is how a threadgroup walks over the columns: multiply(), and its Block16, Block32 and Block128.
+#ifdef LILY_MULTIPLY
+
+#include LILY_MULTIPLY
+
+#else
+
+constant constexpr ushort kSlabStride =
+    kSlabColumns + 8;  // 16 bytes of padding spread the rows over memory banks
+constant constexpr ushort kSlabSize = kSlabRows * kSlabStride;  // of which there are two: Tiling
+
+using Block16 = Block<1, 1, 2>;
+using Block32 = Block<1, 2, 2>;
+using Block128 = Block<2, 4, 1>;  // a slab serves 128 rows: 64 accumulators a lane
+
+// The same rows as a tile sees them.
+template <class T>
+struct LeftTile {
+    LeftRows<T> rows;
+    uint row, column;
+
+    METAL_FUNC bfloat operator()(ushort r, ushort c) const { return rows(row + r, column + c); }
 };
 
 // out = left W^T over K columns, K a multiple of 64, by a whole threadgroup: `rows` rows of left, the slab's
@@ -120,22 +128,23 @@ template <class B, class T, class Matrices>
 METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Matrices w, uint K,
                          threadgroup bfloat* slabs, threadgroup float* stage, ushort thread_index,
                          ushort simd, ushort lane) {
-    constexpr ushort kThreadsOfRow = kSlabColumns / B::kNumbers;
-    const ushort slab_row = thread_index / kThreadsOfRow,
-                 slab_column = thread_index % kThreadsOfRow * B::kNumbers;
+    constexpr ushort kNumbers = kSlabRows * kSlabColumns / B::kThreads;  // a thread's share of a slab
+    constexpr ushort kThreadsOfRow = kSlabColumns / kNumbers;
+    const ushort slab_row = thread_index / kThreadsOfRow, slab_column = thread_index % kThreadsOfRow * kNumbers;
+    const Place from = w.place(slab_row, slab_row >= kSlabRows / 2);
     threadgroup bfloat* mine = slabs + slab_row * kSlabStride + slab_column;
 #pragma unroll
     for (ushort r = 0; r < B::kRowTiles; ++r)
 #pragma unroll
         for (ushort c = 0; c < B::kColumnTiles; ++c) out.sum[r][c].clear();
 
-    w.template fill<B::kNumbers>(slab_row, slab_column, mine);
+    dequantise<kNumbers>(from.w, from.m, from.row, slab_column, mine);
     for (uint k = 0; k < K; k += kSlabColumns) {
         const ushort current = k / kSlabColumns % 2;
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k + kSlabColumns < K)
-            w.template fill<B::kNumbers>(slab_row, k + kSlabColumns + slab_column,
-                                         mine + (1 - current) * kSlabSize);
+            dequantise<kNumbers>(from.w, from.m, from.row, k + kSlabColumns + slab_column,
+                                 mine + (1 - current) * kSlabSize);
         threadgroup bfloat* slab = slabs + current * kSlabSize;
 #pragma unroll
         for (ushort depth = 0; depth < kSlabColumns; depth += kDepth) {
@@ -157,5 +166,7 @@ METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Ma
         }
     }
 }
+
+#endif
 
 }  // namespace lily

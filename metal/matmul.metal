@@ -6,7 +6,7 @@ using namespace lily;
 
 namespace {
 
-// y[row][column] = or += value, where there is such an output.
+// y[row][column] = or += value, where there is such an output; or a value and its right neighbour.
 struct Store {
     device float* y;  // (rows, columns)
     uint row, column, rows, columns;
@@ -16,6 +16,15 @@ struct Store {
         if (row + r >= rows || column + c >= columns) return;
         device float* at = y + (row + r) * columns + column + c;
         *at = add ? *at + value : value;
+    }
+    METAL_FUNC void operator()(ushort r, ushort c, float2 values) const {
+        if (columns % 2 != 0) {
+            (*this)(r, c, values.x);
+            (*this)(r, c + 1, values.y);
+        } else if (row + r < rows && column + c < columns) {
+            device float2* at = (device float2*)(y + (row + r) * columns + column + c);
+            *at = add ? *at + values : values;
+        }
     }
 };
 
@@ -27,11 +36,15 @@ struct StoreSwiglu {
     METAL_FUNC void operator()(ushort r, ushort c, float gate, float up) const {
         if (row + r < rows && column + c < columns) y[(row + r) * columns + column + c] = silu(gate) * up;
     }
+    METAL_FUNC void operator()(ushort r, ushort c, float2 gate, float2 up) const {
+        (*this)(r, c, gate.x, up.x);
+        (*this)(r, c + 1, gate.y, up.y);
+    }
 };
 
 }  // namespace
 
-// y = bfloat(x) W^T, or y += it. A threadgroup makes 64 outputs of up to B::kRows rows, so that a slab of W
+// y = bfloat(x) W^T, or y += it. A threadgroup makes kSlabRows outputs of up to B::kRows rows, so that a slab of W
 // is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul(
@@ -41,11 +54,11 @@ template <class B, class T>
     device const uchar* scales  [[buffer(3)]],
     device const uchar* biases  [[buffer(4)]],
     device float* y             [[buffer(5)]],  // (T, N)
+    threadgroup bfloat* slabs   [[threadgroup(0)]],  // as csrc/gpu/device.h has it: Tiling
     uint2 group                 [[threadgroup_position_in_grid]],
     ushort thread_index         [[thread_index_in_threadgroup]],
     ushort simd                 [[simdgroup_index_in_threadgroup]],
     ushort lane                 [[thread_index_in_simdgroup]]) {
-    threadgroup bfloat slabs[2 * kSlabSize];
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     const uint first = group.y * B::kRows, column = group.x * kSlabRows, N = p.matrix.rows;
@@ -66,8 +79,8 @@ template <class B, class T>
                 stage, lane);
 }
 
-// y = silu(x Gate^T) (x Up^T). The slab holds 32 rows of each matrix and a SIMD-group the sums of both for
-// the same outputs, so that SwiGLU is done in registers. The grid is (blocks of 32 outputs, blocks of rows).
+// y = silu(x Gate^T) (x Up^T). Half the slab holds rows of each matrix and a SIMD-group the sums of both for
+// the same outputs, so that SwiGLU is done in registers. The grid is (blocks of half as many outputs, blocks of rows).
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul_swiglu(
     constant args::MatmulSwiglu& p   [[buffer(0)]],
@@ -79,11 +92,11 @@ template <class B>
     device const uchar* up_scales    [[buffer(6)]],
     device const uchar* up_biases    [[buffer(7)]],
     device float* y                  [[buffer(8)]],  // (T, N)
+    threadgroup bfloat* slabs        [[threadgroup(0)]],
     uint2 group                      [[threadgroup_position_in_grid]],
     ushort thread_index              [[thread_index_in_threadgroup]],
     ushort simd                      [[simdgroup_index_in_threadgroup]],
     ushort lane                      [[thread_index_in_simdgroup]]) {
-    threadgroup bfloat slabs[2 * kSlabSize];
     threadgroup float stages[B::kSimds * kStage];
     threadgroup uint start[B::kRows];
     const uint first = group.y * B::kRows, column = group.x * kSlabRows / 2;

@@ -1,7 +1,8 @@
 // Matrix units: the one file that knows them. A SIMD-group multiplies a Left tile, 16 x 32 bfloat, by a Right
 // tile, 32 x 16 bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together. Weights and keys lie
 // transposed in memory, as Right has them; values do not, which takes a type of its own, PlainRight, and a
-// PlainSum. A RowScale multiplies each row of a sum by a number.
+// PlainSum. A RowScale multiplies each row of a sum by a number. A BlockSum is the Sum of matmul.h's loop; its
+// elements may be visited in pairs of neighbours as well.
 //
 // Two implementations of the same types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
 // have a matrix unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to
@@ -46,7 +47,8 @@ constant constexpr ushort kDepth = 32;  // columns of Left, rows of Right: a lan
 
 #elif defined(LILY_TENSOR)
 
-constant constexpr ushort kStage = 1;  // not needed, but an array has a size
+constant constexpr ushort kStage = 1;      // not needed, but an array has a size
+constant constexpr ushort kSlabRows = 64;  // outputs of a threadgroup that multiplies: matmul.h
 
 // 16 x 16 x 32 is the least that matmul2d takes from registers: one of its three sizes has to be 32. Right is
 // declared transposed, because that is how weights lie.
@@ -192,11 +194,14 @@ struct PlainSum {
     }
 };
 
+using BlockSum = Sum;  // of a threadgroup's block of outputs: matmul.h
+
 #else
 
 // Rows of a staged tile: 16 bytes longer than they need to be, which spreads a column over memory banks.
 constant constexpr ushort kStageFloats = kTile + 4, kStageBfloats = kDepth + 8;
 constant constexpr ushort kStage = kTile * kStageFloats;
+constant constexpr ushort kSlabRows = 64;  // outputs of a threadgroup that multiplies: matmul.h
 
 struct Left {
     simdgroup_matrix<bfloat, 8, 8> part[2][4];
@@ -341,6 +346,39 @@ struct Sum {
 };
 
 using PlainSum = Sum;
+using BlockSum = Sum;  // of a threadgroup's block of outputs: matmul.h
+
+#endif
+
+#if !defined(LILY_TILES)
+
+// Rows of a matrix in device memory that a SIMD-group multiplies by, kRows of kColumns numbers. It says which
+// before it needs them, so that they can be on their way to `landing`, threadgroup memory of a size that the
+// device says; here tiles are read from where they lie.
+template <ushort kRows, ushort kColumns>
+struct Panel {
+    device bfloat* rows;
+    uint stride;
+
+    // Gives what of `landing` is left for others. kSimds: SIMD-groups of the threadgroup, which have a panel
+    // each.
+    template <ushort kSimds>
+    METAL_FUNC threadgroup uchar* begin(threadgroup uchar* landing, ushort) {
+        return landing;
+    }
+    METAL_FUNC void ask(device bfloat* p, uint n, bool, ushort) {
+        rows = p;
+        stride = n;
+    }
+    // For the rows that were asked for, if those of one other panel were asked for since.
+    METAL_FUNC void wait() const {}
+    METAL_FUNC void load_transposed(thread Right& tile, ushort row, ushort column) const {
+        tile.load_transposed(rows + row * stride + column, stride);
+    }
+    METAL_FUNC void load(thread PlainRight& tile, ushort row, ushort column) const {
+        tile.load(rows + row * stride + column, stride);
+    }
+};
 
 #endif
 

@@ -309,7 +309,7 @@ def test_an_empty_state_has_nothing_to_continue(tiny):
         ({"threads": "-1"}, "option threads: wanted 0 to 1024, got -1"),
         ({"kv": "int3"}, "option kv: wanted one of bf16 f32 int8, got 'int3'"),
         ({"device": "abacus"}, "option device: wanted one of auto cpu metal cuda sim, got 'abacus'"),
-        ({"prefill_chunk": "0"}, "option prefill_chunk: wanted 1 to 65536, got 0"),
+        ({"prefill_chunk": "-1"}, "option prefill_chunk: wanted 0 to 65536, got -1"),
     ],
 )
 def test_wrong_options_say_what_is_right(options, message):

@@ -48,11 +48,20 @@ def test_kernels_call_nothing_and_lack_nothing(ptx: str) -> None:
     assert re.findall(r"^\.extern .*", ptx, re.MULTILINE) == [".extern .shared .align 16 .b8 msl_dynamic[];"]
 
 
-def test_products_use_the_matrix_units(ptx: str) -> None:
-    entry = re.search(r"^\.visible \.entry matmul_bf16_128\(.*?^\}", ptx, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize(
+    ("kernel", "loads"),
+    [
+        ("matmul_bf16_128", ()),  # its operands lie in registers' order: tools/metal/language/cuda_multiply.h
+        ("attn_mix_flash_256", ("x4", "x4.trans")),
+    ],
+)
+def test_products_use_the_matrix_units(ptx: str, kernel: str, loads: tuple[str, ...]) -> None:
+    entry = re.search(rf"^\.visible \.entry {kernel}\(.*?^\}}", ptx, re.MULTILINE | re.DOTALL)
     assert entry
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in entry[0]
-    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in entry[0]
+    assert "cp.async.cg.shared.global" in entry[0]
+    for load in loads:
+        assert f"ldmatrix.sync.aligned.m8n8.{load}.shared.b16" in entry[0]
 
 
 def test_a_row_times_a_matrix_uses_them_too(ptx: str) -> None:

@@ -236,6 +236,7 @@ void GpuOps::flash(const LayerWeights& layer, const Segment& s) {
          .groups = {ceil_div(rows, kRowsOfTile), p.kv_heads, 1},
          .threads = 4 * kSimd,
          .reached = reached,
+         .landing = device_->flash_landing(p.head_dim),
          .operations = 4.0 * p.tokens * p.heads * p.head_dim * static_cast<double>(end)},
         p,
         Buffers()

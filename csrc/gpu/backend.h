@@ -84,8 +84,10 @@ class GpuOps final : public Ops {
         DType type;       // bf16 or f32
     };
     bool tiled(const Batch&) const;
-    static uint32_t block_rows(uint32_t T);
-    static uint32_t threads_of_block(uint32_t rows);
+    uint32_t block_rows(uint32_t T, uint32_t outputs) const;
+    uint32_t expert_rows(uint32_t T) const;
+    uint32_t threads_of_block(uint32_t rows) const;
+    uint32_t slab_bytes(uint32_t rows) const { return tiling_.bytes + rows * tiling_.bytes_of_row; }
     void allocate_expanded();
     Linear expanded(const Linear&, int place = 0);
     void norm_rows(const Tensor& norm, const float* x, uint32_t T, void* h, DType type);
@@ -157,12 +159,13 @@ class GpuOps final : public Ops {
     const Config c_;
     const Options options_;
     const DType kv_;
-    const int rows_;              // the largest T
-    const uint32_t expert_rows_;  // the most rows of an expert that a threadgroup takes
-    bool fits_tiles_ = true;      // whether every product of the layers sums over a multiple of 64
+    const int rows_;          // the largest T
+    bool fits_tiles_ = true;  // whether every product of the layers sums over a multiple of 64
     std::unique_ptr<Device> device_;
-    const uint32_t at_once_;          // threadgroups that a kernel which loops has, at most
-    const uint32_t simds_of_row_;     // SIMD-groups of a threadgroup whose SIMD-groups share rows
+    const uint32_t at_once_;       // threadgroups that a kernel which loops has, at most
+    const uint32_t simds_of_row_;  // SIMD-groups of a threadgroup whose SIMD-groups share rows
+    const Tiling tiling_;
+    const std::string gdn_scan_;      // the option, or what the device does by itself
     const char* const tile_kernels_;  // what the names of kernels that multiply in tiles end with
     Recorder recorder_;
 

@@ -220,6 +220,17 @@ class Cuda final : public Device {
     }
 
     uint32_t simds_of_row() const override { return 16; }
+    Tiling tiling() const override {
+        return {.outputs = 128,
+                .threads_of_few = 128,
+                .bytes = 0,
+                .bytes_of_row = 4 * 128,
+                .threadgroups = static_cast<uint32_t>(context_->attribute(kProcessors))};
+    }
+    uint32_t flash_landing(uint32_t head_dim) const override {  // 4 (Panel<16, Dh> and Panel<64, Dh / 4>)
+        return 4 * (16 * (head_dim + 8) + 64 * (head_dim / 4 + 8)) * 2;
+    }
+    const char* gdn_scan() const override { return "packed"; }
 
     Memory allocate(size_t bytes) override {
         context_->enter();

@@ -49,6 +49,16 @@ struct Dispatch {
 // metal/tile.h.
 inline constexpr const char* kTensorKernels = "_tensor";
 
+// What threadgroups that multiply in tiles are on a device: metal/matmul.h,
+// tools/metal/language/cuda_multiply.h.
+struct Tiling {
+    uint32_t outputs = 64;             // of a threadgroup
+    uint32_t threads_of_few = 64;      // of one that takes 16 rows; 128 of any other
+    uint32_t bytes = 2 * 64 * 72 * 2;  // of its slabs, and beside them
+    uint32_t bytes_of_row = 0;         // for each row that it takes
+    uint32_t threadgroups = 0;         // that are wanted: rather many of 32 rows than fewer of 128
+};
+
 struct Device {
     virtual ~Device() = default;
     virtual std::string name() const = 0;
@@ -59,7 +69,10 @@ struct Device {
     // SIMD-groups of a threadgroup whose SIMD-groups share a matrix's rows: more of them, if a few
     // threadgroups leave the GPU waiting for each one's instructions. A multiple of 4, at most 16.
     virtual uint32_t simds_of_row() const { return 8; }
-    virtual Memory allocate(size_t bytes) = 0;                                // zero-filled
+    virtual Tiling tiling() const { return {}; }
+    virtual uint32_t flash_landing(uint32_t /*head_dim*/) const { return 16; }  // bytes: metal/tile.h, Panel
+    virtual const char* gdn_scan() const { return "chunked"; }                  // the option's "auto"
+    virtual Memory allocate(size_t bytes) = 0;                                  // zero-filled
     virtual Memory allocate_shared(size_t bytes) { return allocate(bytes); }  // that the host reads in place
     virtual void dispatch(const Dispatch&) = 0;  // may run beside earlier ones until a barrier
     virtual void barrier() = 0;                  // later dispatches see what earlier ones wrote

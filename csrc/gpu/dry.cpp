@@ -169,13 +169,14 @@ size_t scratch_of_prefill(const Config& config, const Options& options, int64_t 
     std::vector<RecordedDispatch> notes;
     const Phantom phantom(config);
     const DType kv = kv_type(options.kv);
+    const int chunk = options.prefill_chunk ? options.prefill_chunk : kPrefillChunk;
     auto notebook = std::make_unique<Notebook>(notes);
     const Notebook& device = *notebook;
-    GpuOps ops(phantom.weights(), options, options.prefill_chunk, kv, std::move(notebook));
+    GpuOps ops(phantom.weights(), options, chunk, kv, std::move(notebook));
     State state(StateLayout(config, kv, ops.recurrent_copies()), ops, std::make_shared<Ledger>());
-    const std::vector<int32_t> zeros(static_cast<size_t>(options.prefill_chunk));
+    const std::vector<int32_t> zeros(static_cast<size_t>(chunk));
     for (int64_t done = 0; done < tokens; done = state.length()) {
-        const auto rows = static_cast<int>(std::min<int64_t>(options.prefill_chunk, tokens - done));
+        const auto rows = static_cast<int>(std::min<int64_t>(chunk, tokens - done));
         state.prepare(rows, ops);
         const Segment segment{&state, 0, rows, done};
         forward(phantom.weights(), ops,

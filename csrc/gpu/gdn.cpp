@@ -21,7 +21,7 @@ constexpr int64_t kScales =
 
 // Whether tokens may be scanned in chunks: the kernel is made for a few widths of keys.
 bool GpuOps::chunks() const {
-    return options_.gdn_scan == "chunked" && (c_.key_dim == 32 || c_.key_dim == 64 || c_.key_dim == 128) &&
+    return gdn_scan_ == "chunked" && (c_.key_dim == 32 || c_.key_dim == 64 || c_.key_dim == 128) &&
            c_.value_dim % kTile == 0;
 }
 
@@ -54,7 +54,7 @@ void GpuOps::gdn_mix(const LayerWeights& layer, const Batch& batch) {
             gdn_step(layer, rest.first(few));
             rest = rest.subspan(few);
         } else {
-            gdn_scan(layer, rest[0], few > 0 ? "packed" : options_.gdn_scan);
+            gdn_scan(layer, rest[0], few > 0 ? "packed" : gdn_scan_);
             rest = rest.subspan(1);
         }
     }
@@ -139,9 +139,9 @@ void GpuOps::gdn_scan(const LayerWeights& layer, const Segment& s, const std::st
     if (in_chunks) return gdn_chunks(p, s, rows, delta);
 
     static constexpr std::array<int, 4> kRegisters = {1, 2, 4, 8};
-    static constexpr std::array<int, 5> kPacked = {4, 8, 16, 32, 64};
+    static constexpr std::array<int, 5> kPacked = {2, 4, 8, 16, 32};
     const bool registers = how == "registers";
-    const int lanes = registers ? 32 : 4, wanted = (c_.key_dim + lanes - 1) / lanes;
+    const int lanes = registers ? 32 : 8, wanted = (c_.key_dim + lanes - 1) / lanes;
     const int columns = registers ? variant(kRegisters, wanted, "linear_key_head_dim", c_.key_dim)
                                   : variant(kPacked, wanted, "linear_key_head_dim", c_.key_dim);
     const uint32_t values = kSimdsOfScan * kSimd / lanes;  // rows of S of a threadgroup

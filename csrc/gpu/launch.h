@@ -13,12 +13,10 @@
 
 namespace lily {
 
-inline constexpr uint32_t kSimd = 32;       // lanes of a SIMD-group
-inline constexpr uint32_t kSimds = 8;       // SIMD-groups of a threadgroup that multiplies
-inline constexpr uint32_t kRowsOfSimd = 4;  // outputs that a SIMD-group takes: metal/quant.h
-inline constexpr uint32_t kSlabRows =
-    64;                                  // outputs of a threadgroup that multiplies in tiles: metal/matmul.h
-inline constexpr int kSlabColumns = 64;  // a multiple of which a tiled product sums over
+inline constexpr uint32_t kSimd = 32;                   // lanes of a SIMD-group
+inline constexpr uint32_t kSimds = 8;                   // SIMD-groups of a threadgroup that multiplies
+inline constexpr uint32_t kRowsOfSimd = 4;              // outputs that a SIMD-group takes: metal/quant.h
+inline constexpr int kSlabColumns = 64;                 // a multiple of which a tiled product sums over
 inline constexpr uint32_t kMaxThreadgroup = 32 * 1024;  // bytes of threadgroup memory, on every Apple GPU
 
 inline uint32_t ceil_div(int64_t a, int64_t b) {
@@ -85,7 +83,8 @@ struct Launch {
     std::array<uint32_t, 3> threadgroup = {};  // bytes of each threadgroup argument; 0: there is none
     std::span<const Binding> reached = {};
     const uint32_t* indirect = nullptr;  // see Dispatch
-    double operations = 0;               // see Dispatch
+    uint32_t landing = 0;   // bytes of the only threadgroup argument, if the device says how many
+    double operations = 0;  // see Dispatch
 };
 
 // Operations of products of T rows with a matrix.
@@ -112,7 +111,8 @@ void run(Recorder& recorder, const Launch& launch, const Args& args, const Buffe
                        .threads = launch.threads,
                        .args = {reinterpret_cast<const std::byte*>(&args), sizeof args},
                        .buffers = buffers.list(),
-                       .threadgroup = {launch.threadgroup.data(), arguments},
+                       .threadgroup = launch.landing ? std::span(&launch.landing, 1)
+                                                     : std::span(launch.threadgroup.data(), arguments),
                        .reached = launch.reached,
                        .indirect = launch.indirect,
                        .operations = launch.operations});

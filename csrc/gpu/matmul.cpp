@@ -13,14 +13,23 @@ bool GpuOps::tiled(const Batch& batch) const {
 }
 
 // The rows that a threadgroup takes of T: as few as hold all, so that a short prompt keeps all SIMD-groups
-// busy.
-uint32_t GpuOps::block_rows(uint32_t T) {
-    return T <= 16 ? 16 : T <= 32 ? 32 : 128;
+// busy, and few if that makes threadgroups for all of the device.
+uint32_t GpuOps::block_rows(uint32_t T, uint32_t outputs) const {
+    if (T <= 32) return T <= 16 ? 16 : 32;
+    return ceil_div(outputs, tiling_.outputs) * ceil_div(T, 128) < tiling_.threadgroups ? 32 : 128;
+}
+
+// The most rows of an expert that a threadgroup takes.
+uint32_t GpuOps::expert_rows(uint32_t T) const {
+    if (options_.expert_tile) return static_cast<uint32_t>(options_.expert_tile);
+    const bool few =
+        T * static_cast<uint32_t>(c_.experts_per_token) <= 32 * static_cast<uint32_t>(c_.experts);
+    return tiling_.threadgroups && few ? 32 : 128;
 }
 
 // Of the kernels' Block16, Block32 and Block128: metal/matmul.h.
-uint32_t GpuOps::threads_of_block(uint32_t rows) {
-    return rows == 16 ? 64 : 128;
+uint32_t GpuOps::threads_of_block(uint32_t rows) const {
+    return rows == 16 ? tiling_.threads_of_few : 128;
 }
 
 // Room for a product's matrices, two for one with SwiGLU, if they are expanded before it.
@@ -83,13 +92,14 @@ void GpuOps::gated_norm_rows(const Tensor& norm, uint32_t T, void* h, DType type
 // y (T, N) = x W^T, or y += it, in tiles.
 void GpuOps::multiply(const Linear& stored, const Rows& x, uint32_t T, float* y, bool add) {
     const Linear w = expanded(stored);
-    const uint32_t rows = block_rows(T);
+    const uint32_t rows = block_rows(T, static_cast<uint32_t>(w.rows));
     const args::Matmul p{matrix(w), T, x.stride, add};
     const size_t bytes = size_t{T} * p.matrix.rows * sizeof(float);
     run(recorder_,
         {.kernel = format("matmul_%s_%u%s", x.type == DType::bf16 ? "bf16" : "f32", rows, tile_kernels_),
-         .groups = {ceil_div(p.matrix.rows, kSlabRows), ceil_div(T, rows), 1},
+         .groups = {ceil_div(p.matrix.rows, tiling_.outputs), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows),
+         .landing = slab_bytes(rows),
          .operations = operations_of(w, T)},
         p,
         Buffers()

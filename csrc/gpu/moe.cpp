@@ -18,12 +18,13 @@ constexpr int64_t kSortRun = 256;  // assignments that a threadgroup of the sort
 // Memory for the sort of a pass's assignments, and for what the experts give before it is added up.
 void GpuOps::allocate_experts() {
     const int64_t assignments = int64_t{rows_} * c_.experts_per_token;
-    const int64_t tiles = most_tiles(static_cast<uint32_t>(rows_));
+    uint32_t tiles = 0;
+    for (int T = 1; T <= rows_; ++T) tiles = std::max(tiles, most_tiles(static_cast<uint32_t>(T)));
     static_assert(sizeof(args::Tile) % sizeof(float) == 0);
     order_ = reinterpret_cast<uint32_t*>(scratch(assignments));
     counts_ = reinterpret_cast<uint32_t*>(scratch(ceil_div(assignments, kSortRun) * int64_t{c_.experts}));
     tiles_ = reinterpret_cast<args::Tile*>(
-        scratch(tiles * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
+        scratch(int64_t{tiles} * static_cast<int64_t>(sizeof(args::Tile) / sizeof(float))));
     grids_ = reinterpret_cast<uint32_t*>(scratch(6));
     part_ = scratch(options_.fused_moe ? (assignments * c_.hidden + 1) / 2 : assignments * c_.hidden);
     if (!options_.fused_moe) up_ = scratch(rows_ * int64_t{std::max(c_.hidden_width(), c_.shared_width)});
@@ -122,9 +123,9 @@ void GpuOps::sort_assignments(const LayerWeights& layer, uint32_t T) {
     const args::MoeSort p{assignments,
                           E,
                           runs,
-                          expert_rows_,
-                          ceil_div(c_.expert_width, kSlabRows / 2),
-                          ceil_div(c_.hidden, kSlabRows)};
+                          expert_rows(T),
+                          ceil_div(c_.expert_width, tiling_.outputs / 2),
+                          ceil_div(c_.hidden, tiling_.outputs)};
     if (!options_.gpu_routing) return sort_on_host(p);
     const size_t counts = size_t{runs} * E * sizeof(uint32_t);
     run(recorder_,
@@ -165,11 +166,11 @@ void GpuOps::sort_on_host(const args::MoeSort& p) {
     device_->write(grids_, grids, sizeof grids);
 }
 
-// Tiles of expert_rows_ rows that T tokens can need: all of the full ones, and one part of a tile for each
+// Tiles of expert_rows(T) rows that T tokens can need: all of the full ones, and one part of a tile for each
 // expert.
 uint32_t GpuOps::most_tiles(uint32_t T) const {
     const uint32_t assignments = T * static_cast<uint32_t>(c_.experts_per_token);
-    return assignments / expert_rows_ + std::min(static_cast<uint32_t>(c_.experts), assignments);
+    return assignments / expert_rows(T) + std::min(static_cast<uint32_t>(c_.experts), assignments);
 }
 
 // Chooses each row's experts, and rounds so many numbers of it for products in tiles.
@@ -270,11 +271,12 @@ void GpuOps::moe_route_tiles(const LayerWeights& layer, const args::MoeRoute& p,
     multiply(w.router, h, T, a_.router.as<float>());
     multiply(w.shared_expert_gate, h, T, a_.shared_gate.as<float>());
     const Linear gate = expanded(w.shared_gate, 0), up = expanded(w.shared_up, 1);
-    const uint32_t rows = block_rows(T);
+    const uint32_t rows = block_rows(T, 2 * p.shared_gate.rows);
     run(recorder_,
         {.kernel = format("matmul_swiglu_%u%s", rows, tile_kernels_),
-         .groups = {ceil_div(p.shared_gate.rows, kSlabRows / 2), ceil_div(T, rows), 1},
+         .groups = {ceil_div(p.shared_gate.rows, tiling_.outputs / 2), ceil_div(T, rows), 1},
          .threads = threads_of_block(rows),
+         .landing = slab_bytes(rows),
          .operations = 2 * operations_of(gate, T)},
         args::MatmulSwiglu{matrix(gate), matrix(up), T},
         Buffers()
@@ -294,10 +296,11 @@ void GpuOps::moe_up_tiles(const LayerWeights& layer, const args::MoeUp& p, uint3
     tiles.gate = matrix(gate, c_.expert_width);
     tiles.up = matrix(up, c_.expert_width);
     run(recorder_,
-        {.kernel = format("moe_up_tiles_%u%s", expert_rows_, tile_kernels_),
-         .groups = {ceil_div(p.gate.rows, kSlabRows / 2), most_tiles(T), 1},
-         .threads = threads_of_block(expert_rows_),
+        {.kernel = format("moe_up_tiles_%u%s", expert_rows(T), tile_kernels_),
+         .groups = {ceil_div(p.gate.rows, tiling_.outputs / 2), most_tiles(T), 1},
+         .threads = threads_of_block(expert_rows(T)),
          .indirect = grids_,
+         .landing = slab_bytes(expert_rows(T)),
          .operations = 2 * operations_of(gate, T * p.experts_per_token) / c_.experts},
         tiles,
         Buffers()
@@ -318,10 +321,11 @@ void GpuOps::moe_down_tiles(const LayerWeights& layer, const args::MoeDown& p, u
     tiles.down = matrix(down, c_.hidden);
     const size_t part = size_t{T} * K * D * sizeof(uint16_t);
     run(recorder_,
-        {.kernel = format("moe_down_tiles_%u%s", expert_rows_, tile_kernels_),
-         .groups = {ceil_div(D, kSlabRows), most_tiles(T), 1},
-         .threads = threads_of_block(expert_rows_),
+        {.kernel = format("moe_down_tiles_%u%s", expert_rows(T), tile_kernels_),
+         .groups = {ceil_div(D, tiling_.outputs), most_tiles(T), 1},
+         .threads = threads_of_block(expert_rows(T)),
          .indirect = grids_ + 3,
+         .landing = slab_bytes(expert_rows(T)),
          .operations = operations_of(down, T * K) / c_.experts},
         tiles,
         Buffers()

@@ -18,10 +18,11 @@ GpuOps::GpuOps(const Weights& weights, const Options& options, int rows, DType k
       options_(options),
       kv_(kv),
       rows_(rows),
-      expert_rows_(options.expert_tile ? static_cast<uint32_t>(options.expert_tile) : 128),
       device_(std::move(device)),
       at_once_(device_->threadgroups_at_once()),
       simds_of_row_(device_->simds_of_row()),
+      tiling_(device_->tiling()),
+      gdn_scan_(options.gdn_scan == "auto" ? device_->gdn_scan() : options.gdn_scan),
       tile_kernels_(options.tiles != "simdgroup" && device_->tensor_operations() ? kTensorKernels : ""),
       recorder_(*device_, options.concurrent) {
     LILY_CHECK(

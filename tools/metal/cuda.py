@@ -21,6 +21,7 @@ LINK = os.environ.get("METAL_LLVM_LINK", "llvm-link-22")
 TILES = clang.HERE / "language" / "cuda_tile.h"
 PRODUCTS = clang.HERE / "language" / "cuda_products.h"
 ATTENTION = clang.HERE / "language" / "cuda_attention.h"
+MULTIPLY = clang.HERE / "language" / "cuda_multiply.h"
 # bfloat arithmetic and ldmatrix need sm_80 (Ampere); PTX of an architecture runs on all later ones.
 ARCHITECTURE = "sm_80"
 TARGET = ["--target=nvptx64-nvidia-cuda", f"-march={ARCHITECTURE}"]
@@ -31,6 +32,7 @@ _ALLOCATION = re.compile(
     r"call [^@\n]*@msl_threadgroup_memory\(i64 noundef (\d+), i32 noundef (\d+), i32 noundef (\d+)\)[^\n]*"
 )
 THREADS = 512  # that an SM is to hold at least: 128 registers each
+ROOMY = re.compile(r"(matmul|moe_\w+_tiles)_")  # half as many: 128 sums a lane, language/cuda_multiply.h
 # What was inlined everywhere and is still written out: nothing calls it.
 _FUNCTION = re.compile(r"^\.func [^{;]*(?:;\n|\{.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _DYNAMIC = re.compile(r"call [^@\n]*@msl_dynamic_memory\(\)[^\n]*")
@@ -54,6 +56,7 @@ def compile(
             f'LILY_TILES="{TILES}"',
             f'LILY_PRODUCTS="{PRODUCTS}"',
             f'LILY_ATTENTION="{ATTENTION}"',
+            f'LILY_MULTIPLY="{MULTIPLY}"',
             "MSL_CUDA=1",
         ],
     )
@@ -100,7 +103,8 @@ def _bounded(ptx: str, translations: Iterable[clang.Translation]) -> str:
         for instance in translation.kernels.instances:
             function = translation.kernels.functions[instance.function]
             if most := function.attributes.get("max_total_threads_per_threadgroup"):
-                bounds = f".maxntid {most}, 1, 1\n.minnctapersm {max(1, THREADS // int(most))}\n"
+                threads = THREADS // 2 if ROOMY.match(instance.name) else THREADS
+                bounds = f".maxntid {most}, 1, 1\n.minnctapersm {max(1, threads // int(most))}\n"
                 ptx = re.sub(rf"(\.entry {instance.name}\([^)]*\)[^\n]*\n)", rf"\g<1>{bounds}", ptx)
     return ptx
 

@@ -2,7 +2,8 @@
 // The lanes of a warp hold a 16 x 16 quarter of Left in four registers of two bfloats, Right likewise, and
 // Sum in eight floats. Included inside namespace lily.
 
-constant constexpr ushort kStage = 1;  // not needed, but an array has a size
+constant constexpr ushort kStage = 1;       // not needed, but an array has a size
+constant constexpr ushort kSlabRows = 128;  // outputs of a threadgroup that multiplies: csrc/gpu/cuda.cpp
 
 METAL_FUNC void load_matrices(thread uint* r, threadgroup const void* p) {
     const uint address = (uint)(size_t)p;
@@ -10,6 +11,23 @@ METAL_FUNC void load_matrices(thread uint* r, threadgroup const void* p) {
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                      : "r"(address)
                      : "memory");
+}
+
+METAL_FUNC void load_turned(thread uint* r, threadgroup const void* p) {
+    const uint address = (uint)(size_t)p;
+    __asm__ volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+}
+
+// c += a b, of 16 x 16 and 16 x 8 bfloats: a quarter of a Left, half a quarter of a Right.
+METAL_FUNC void multiply_bfloats(thread float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+    __asm__(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 struct Left {
@@ -47,28 +65,13 @@ struct Right {
 #pragma unroll
         for (ushort k = 0; k < 2; ++k) load_matrices(part[k], at + k * 16);
     }
-    METAL_FUNC void load_transposed(device bfloat* p, uint stride) {
-        const uint lane = msl_warp_lane();
-#pragma unroll
-        for (ushort k = 0; k < 2; ++k)
-#pragma unroll
-            for (ushort i = 0; i < 4; ++i)
-                part[k][i] = *(device const uint*)(p + (lane / 4 + i / 2 * 8) * stride + k * 16 + i % 2 * 8 +
-                                                   lane % 4 * 2);
-    }
 
     // element (row, column) = p[row * stride + column]
-    METAL_FUNC void load(device bfloat* p, uint stride) {
+    METAL_FUNC void load(threadgroup bfloat* p, ushort stride) {
         const uint lane = msl_warp_lane();
+        threadgroup const bfloat* at = p + lane % 16 * stride + lane / 16 * 8;
 #pragma unroll
-        for (ushort k = 0; k < 2; ++k)
-#pragma unroll
-            for (ushort i = 0; i < 4; ++i) {
-                device const bfloat* at =
-                    p + (k * 16 + i % 2 * 8 + lane % 4 * 2) * stride + i / 2 * 8 + lane / 4;
-                const bfloat2 pair = {at[0], at[stride]};
-                part[k][i] = __builtin_bit_cast(uint, pair);
-            }
+        for (ushort k = 0; k < 2; ++k) load_turned(part[k], at + k * 16 * stride);
     }
 };
 
@@ -100,13 +103,8 @@ struct Sum {
         for (ushort k = 0; k < 2; ++k)
 #pragma unroll
             for (ushort j = 0; j < 2; ++j)
-                __asm__(
-                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                    "{%8,%9}, "
-                    "{%0,%1,%2,%3};"
-                    : "+f"(part[j][0]), "+f"(part[j][1]), "+f"(part[j][2]), "+f"(part[j][3])
-                    : "r"(a.part[k][0]), "r"(a.part[k][1]), "r"(a.part[k][2]), "r"(a.part[k][3]),
-                      "r"(b.part[k][2 * j]), "r"(b.part[k][2 * j + 1]));
+                multiply_bfloats(part[j], a.part[k][0], a.part[k][1], a.part[k][2], a.part[k][3],
+                                 b.part[k][2 * j], b.part[k][2 * j + 1]);
     }
 
     // every row times its number
@@ -151,3 +149,71 @@ struct Sum {
 };
 
 using PlainSum = Sum;
+
+// Rows that a SIMD-group multiplies by, copied to shared memory while it does something else. 16 bytes of
+// padding spread a row's neighbours over the banks.
+template <ushort kRows, ushort kColumns>
+struct Panel {
+    static constant constexpr const ushort kStride = kColumns + 8, kPieces = kColumns / 8;
+    static constant constexpr const uint kBytes = kRows * kStride * 2;
+    threadgroup bfloat* at;
+
+    template <ushort kSimds>
+    METAL_FUNC threadgroup uchar* begin(threadgroup uchar* landing, ushort simd) {
+        at = (threadgroup bfloat*)(landing + simd * kBytes);
+        return landing + kSimds * kBytes;
+    }
+    METAL_FUNC void ask(device bfloat* p, uint stride, bool present, ushort lane) const {
+        simdgroup_barrier(mem_flags::mem_threadgroup);  // nobody reads what was there
+        if (present)
+#pragma unroll
+            for (ushort j = 0; j < kRows * kPieces / 32; ++j) {
+                const ushort i = j * 32 + lane;
+                __asm__ volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                                     (uint)(size_t)(at + i / kPieces * kStride + i % kPieces * 8)),
+                                 "l"((size_t)(p + i / kPieces * stride + i % kPieces * 8))
+                                 : "memory");
+            }
+        __asm__ volatile("cp.async.commit_group;" ::: "memory");
+    }
+    METAL_FUNC void wait() const {
+        __asm__ volatile("cp.async.wait_group 1;" ::: "memory");
+        simdgroup_barrier(mem_flags::mem_threadgroup);  // what other lanes copied
+    }
+    METAL_FUNC void load_transposed(thread Right& tile, ushort row, ushort column) const {
+        tile.load_transposed(at + row * kStride + column, kStride);
+    }
+    METAL_FUNC void load(thread PlainRight& tile, ushort row, ushort column) const {
+        tile.load(at + row * kStride + column, kStride);
+    }
+};
+
+// Sums of cuda_multiply.h, where mma's rows are outputs and its columns rows: parts are of rows 0 to 7, 8
+// to 15. A lane has two rows' sums of two neighbouring outputs.
+struct BlockSum {
+    float part[2][4];
+
+    METAL_FUNC void clear() {
+#pragma unroll
+        for (ushort j = 0; j < 2; ++j)
+#pragma unroll
+            for (ushort i = 0; i < 4; ++i) part[j][i] = 0;
+    }
+    template <class Visit>
+    METAL_FUNC void each(Visit visit, threadgroup float*, ushort lane) {
+#pragma unroll
+        for (ushort j = 0; j < 2; ++j)
+#pragma unroll
+            for (ushort i = 0; i < 2; ++i)
+                visit(j * 8 + lane % 4 * 2 + i, lane / 4 * 2, float2(part[j][i], part[j][i + 2]));
+    }
+    template <class Visit>
+    METAL_FUNC void each(thread BlockSum& other, Visit visit, threadgroup float*, ushort lane) {
+#pragma unroll
+        for (ushort j = 0; j < 2; ++j)
+#pragma unroll
+            for (ushort i = 0; i < 2; ++i)
+                visit(j * 8 + lane % 4 * 2 + i, lane / 4 * 2, float2(part[j][i], part[j][i + 2]),
+                      float2(other.part[j][i], other.part[j][i + 2]));
+    }
+};
