@@ -35,7 +35,8 @@ inline uint spread(uint i) { return i + i / 16 * 4; }
 // Floats of threadgroup memory that such a vector takes, in whole groups of 64.
 inline uint vector_floats(uint n) { return (n + 63) / 64 * 80; }
 
-// Blocks of four outputs that a threadgroup of gdn_out and matvec takes; as many of its SIMD-groups share each.
+// Blocks of four outputs that a threadgroup of gdn_out and matvec takes; as many of its SIMD-groups share
+// each.
 enum { kSharedBlocks = 4 };
 // SIMD-groups that share the experts of moe_down.
 enum { kMoeDownParts = 3 };
@@ -197,8 +198,8 @@ enum { kLogitBlock = 32 };                      // logits whose best the head no
 enum { kNotFiniteToken = -1, kNoToken = -2 };   // what sample leaves where there is none
 
 // Decode attention cuts the positions that a row sees into spans, on a grid that depends on how many it sees
-// and on nothing else. One span up to kOneSpan; then the smallest that make at most kMostSpans; from fixed_from
-// on, kFixedSpan each.
+// and on nothing else. One span up to kOneSpan; then the smallest that make at most kMostSpans; from
+// fixed_from on, kFixedSpan each.
 enum { kOneSpan = 256, kLeastSpan = 64, kMostSpans = 128, kFixedSpan = 512 };
 
 inline uint span_of(uint seen, uint fixed_from) {

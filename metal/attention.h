@@ -146,7 +146,8 @@ METAL_FUNC float row_piece(thread const SplitBlock<KV>& block, thread const OwnR
             x[i] = row == block.own ? float(own.numbers[(part * kSimd + piece) * N + i]) : 0.0f;
         return Kept<KV>::kScaled && row == block.own ? own.scales[part] : 1.0f;
     }
-    const uint at = min(row, ushort(block.placed - 1));  // one past the last repeats it and counts for nothing
+    const uint at =
+        min(row, ushort(block.placed - 1));  // one past the last repeats it and counts for nothing
     device const KV* from = block.keys + part * block.plane + at * block.Dh;
     load<kWide, N>(from, block.Dh, piece, x);
     return Kept<KV>::kScaled ? *scale_of((device KV*)from, block.Dh, block.position + at) : 1.0f;

@@ -15,7 +15,8 @@ constant constexpr ushort kMergeWidth = 64;  // dimensions of a head that a thre
 // The block of rows from a position on, of those before `others` and the own one there.
 template <typename KV>
 METAL_FUNC void split_block(thread SplitBlock<KV>& block, device const Page* pages,
-                            constant args::Attention& p, uint kv_head, uint position, uint others, bool appends) {
+                            constant args::Attention& p, uint kv_head, uint position, uint others,
+                            bool appends) {
     block.position = position;
     block.placed = ushort(min(uint(kSplitBlock), others - position));
     block.own = appends && block.placed < kSplitBlock ? block.placed : kSplitBlock;

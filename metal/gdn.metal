@@ -38,8 +38,8 @@ METAL_FUNC float convolved(device const float* qkv, device const float* conv, de
 }
 
 // The same, with four taps asked for at once: of many tokens, whose convolution waits for memory.
-METAL_FUNC float convolved_ahead(device const float* qkv, device const float* conv, device const float* weight,
-                                 uint channels, uint taps, uint t, uint channel) {
+METAL_FUNC float convolved_ahead(device const float* qkv, device const float* conv,
+                                 device const float* weight, uint channels, uint taps, uint t, uint channel) {
     float sum = 0;
     for (uint first = 0; first < taps; first += 4) {
         float x[4], w[4];
@@ -131,7 +131,8 @@ struct Scanned {
         const uint key_head = head / (p.value_heads / p.key_heads);
 #pragma unroll
         for (ushort i = 0; i < kShare; ++i) {
-            const ushort at = thread_index + i * kThreads, quad = at % kQuads, column = quad % (kQuads / 2) * 4;
+            const ushort at = thread_index + i * kThreads, quad = at % kQuads,
+                         column = quad % (kQuads / 2) * 4;
             const uint token = t + at / kQuads;
             quads[i] = float4(0.0f);
             if (at < kBlock * kQuads && token < tokens && column < Dk)
@@ -150,7 +151,8 @@ struct Scanned {
                         ushort thread_index) const {
 #pragma unroll
         for (ushort i = 0; i < kShare; ++i)
-            if (thread_index + i * kThreads < kBlock * kQuads) all_quads[thread_index + i * kThreads] = quads[i];
+            if (thread_index + i * kThreads < kBlock * kQuads)
+                all_quads[thread_index + i * kThreads] = quads[i];
         if (thread_index < kBlock * kRows) values[thread_index] = value;
         if (thread_index < kBlock) decays[thread_index] = float2(precise::exp(gate.x), gate.y);
     }
@@ -351,9 +353,9 @@ template <ushort N>
 // gdn_mix of many tokens, as a scan: kLanes lanes share a row of S, each with N = Dk / kLanes numbers in
 // registers from the first token to the last; S is read once and written once. With 32 lanes a SIMD-group
 // has one row and sums over all of its lanes twice a token ("registers"); with 8 it has four rows and three
-// shuffles do ("packed"). A threadgroup brings q, k and v of kBlock tokens into its memory at a time, and asks
-// for those of the next before it takes these: memory answers later than a token takes. The grid is (blocks of
-// a head's rows, value heads).
+// shuffles do ("packed"). A threadgroup brings q, k and v of kBlock tokens into its memory at a time, and
+// asks for those of the next before it takes these: memory answers later than a token takes. The grid is
+// (blocks of a head's rows, value heads).
 template <ushort kLanes, ushort N>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gdn_mix_scan(
                              constant args::GdnMix& p                [[buffer(0)]],
@@ -391,7 +393,8 @@ template <ushort kLanes, ushort N>
 #pragma unroll
         for (ushort i = 0; i < kBlock; ++i) {
             threadgroup const float* keys = (threadgroup const float*)quads + i * 2 * kWide;
-            const float sum = take_token<kLanes, N>(keys, keys + kWide, values[i * kRows + row], decays[i], lane, S);
+            const float sum =
+                take_token<kLanes, N>(keys, keys + kWide, values[i * kRows + row], decays[i], lane, S);
             if (writes && t + i < tokens) out[(t + i) * p.y_stride] = sum;
         }
     }

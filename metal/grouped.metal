@@ -44,8 +44,8 @@ struct StorePart {
 
 // hidden = silu(Gate h) (Up h) of the chosen experts. A threadgroup takes kSlabRows / 2 outputs of one
 // expert for all rows of a tile, gathering them by the sorted assignments; a slab holds as many rows of Gate
-// and the same of Up, dequantised once for the tile. The grid is (blocks of outputs, tiles), the tiles counted
-// by moe_sort_plan.
+// and the same of Up, dequantised once for the tile. The grid is (blocks of outputs, tiles), the tiles
+// counted by moe_sort_plan.
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void moe_up_tiles(
     constant args::MoeUp& p          [[buffer(0)]],

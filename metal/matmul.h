@@ -96,7 +96,8 @@ struct Outputs {
     }
 };
 
-// What follows is how a threadgroup walks over the columns: multiply(), and its Block16, Block32 and Block128.
+// What follows is how a threadgroup walks over the columns: multiply(), and its Block16, Block32 and
+// Block128.
 #ifdef LILY_MULTIPLY
 
 #include LILY_MULTIPLY
@@ -130,7 +131,8 @@ METAL_FUNC void multiply(thread Outputs<B>& out, LeftRows<T> left, uint rows, Ma
                          ushort simd, ushort lane) {
     constexpr ushort kNumbers = kSlabRows * kSlabColumns / B::kThreads;  // a thread's share of a slab
     constexpr ushort kThreadsOfRow = kSlabColumns / kNumbers;
-    const ushort slab_row = thread_index / kThreadsOfRow, slab_column = thread_index % kThreadsOfRow * kNumbers;
+    const ushort slab_row = thread_index / kThreadsOfRow,
+                 slab_column = thread_index % kThreadsOfRow * kNumbers;
     const Place from = w.place(slab_row, slab_row >= kSlabRows / 2);
     threadgroup bfloat* mine = slabs + slab_row * kSlabStride + slab_column;
 #pragma unroll

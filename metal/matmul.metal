@@ -44,8 +44,8 @@ struct StoreSwiglu {
 
 }  // namespace
 
-// y = bfloat(x) W^T, or y += it. A threadgroup makes kSlabRows outputs of up to B::kRows rows, so that a slab of W
-// is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
+// y = bfloat(x) W^T, or y += it. A threadgroup makes kSlabRows outputs of up to B::kRows rows, so that a slab
+// of W is dequantised once for all of them. The grid is (blocks of outputs, blocks of rows).
 template <class B, class T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul(
     constant args::Matmul& p    [[buffer(0)]],
@@ -80,7 +80,8 @@ template <class B, class T>
 }
 
 // y = silu(x Gate^T) (x Up^T). Half the slab holds rows of each matrix and a SIMD-group the sums of both for
-// the same outputs, so that SwiGLU is done in registers. The grid is (blocks of half as many outputs, blocks of rows).
+// the same outputs, so that SwiGLU is done in registers. The grid is (blocks of half as many outputs, blocks
+// of rows).
 template <class B>
 [[kernel, max_total_threads_per_threadgroup(128)]] void matmul_swiglu(
     constant args::MatmulSwiglu& p   [[buffer(0)]],

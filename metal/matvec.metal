@@ -85,8 +85,8 @@ METAL_FUNC Rows rows_from(Weights w, args::Matrix m, uint row) {
     return rows_of(w, m, row, min(uint(kRowsOfSimd), m.rows - row));
 }
 
-// The rows of a threadgroup where few outputs have long rows: its SIMD-groups share them, each takes a part of
-// the columns of four.
+// The rows of a threadgroup where few outputs have long rows: its SIMD-groups share them, each takes a part
+// of the columns of four.
 constant constexpr ushort kBlocks = args::kSharedBlocks;
 
 METAL_FUNC Rows shared_rows(Weights w, args::Matrix m, uint group, ushort simd, ushort simds) {

@@ -1,8 +1,8 @@
 // Matrix units: the one file that knows them. A SIMD-group multiplies a Left tile, 16 x 32 bfloat, by a Right
 // tile, 32 x 16 bfloat, into a Sum, 16 x 16 float; the lanes hold a tile together. Weights and keys lie
 // transposed in memory, as Right has them; values do not, which takes a type of its own, PlainRight, and a
-// PlainSum. A RowScale multiplies each row of a sum by a number. A BlockSum is the Sum of matmul.h's loop; its
-// elements may be visited in pairs of neighbours as well.
+// PlainSum. A RowScale multiplies each row of a sum by a number. A BlockSum is the Sum of matmul.h's loop;
+// its elements may be visited in pairs of neighbours as well.
 //
 // Two implementations of the same types. LILY_TENSOR selects Metal 4's tensor operations, for GPUs that
 // have a matrix unit (M5 and later); without it simdgroup_matrix does the work, on the ordinary ALUs of M1 to

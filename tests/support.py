@@ -74,7 +74,7 @@ def backends() -> list[str]:
     cpus = [
         path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd
     ]
-    cpus += ["amx tiles", "amx packed tiles"] if runs("amx") else []
+    cpus += ["amx tiles"] if runs("amx") else []
     return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
 
 

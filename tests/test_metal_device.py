@@ -267,7 +267,7 @@ def test_a_file_longer_than_a_buffer_is_mapped_in_views_that_overlap(framework, 
     want = greedy(framework.session("demo"), 2, PROMPT[:3])
     in_two_files(tmp_path / "demo", (0, 0))
     before = framework.get("used")
-    with framework.having(max_buffer=4 << 20):  # of 6 MB
+    with framework.having(max_buffer=5 << 20):  # of 6 MB
         session = framework.session(tmp_path / "demo")
     assert framework.get("used") - before < session.scratch_bytes + (2 << 20)
     assert greedy(session, 2, PROMPT[:3]) == want

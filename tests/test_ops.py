@@ -24,7 +24,8 @@ def models():
 
 
 METAL = [] if rungs.why_left_out("metal") else ["metal rows", "metal tiles"]
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in (*METAL, *emulated_paths())]
+AMX = ["amx packed tiles"] if "amx tiles" in backends() else []
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in (*METAL, *emulated_paths(), *AMX)]
 
 
 @pytest.fixture(scope="module", params=[*backends(), *LONG])

@@ -54,12 +54,12 @@ def test_ties_are_broken_alike(watched, logits, biased, history, position, **sam
     draw = Draw(
         np.array(logits, np.float32), sampling, position, [token % vocab for token in history], allowed=None
     )
-    assert drawn(watched, draw) == wanted(draw)
+    assert drawn(_core, watched, draw) == wanted(draw)
 
 
 def test_no_access_strays(watched):
     for number, draw in enumerate(draws(60)):
-        assert drawn(watched, draw) == wanted(draw), number
+        assert drawn(_core, watched, draw) == wanted(draw), number
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["spread", "equal"])
@@ -81,7 +81,7 @@ def test_the_vocabulary_of_the_35b(equal, sampling):
     logits = 3 * rng.standard_normal(248_320).astype(np.float32)
     logits[rng.integers(0, len(logits), 4)] = 12  # ties of the best
     draw = Draw(0 * logits if equal else logits, {**sampling, "seed": 5}, 77, [], None)
-    assert drawn(session, draw) == wanted(draw)
+    assert drawn(_core, session, draw) == wanted(draw)
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])

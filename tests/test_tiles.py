@@ -23,6 +23,8 @@ TILED = [op for op in OPS if not op.endswith("_mix")]
 # Each operand is off by up to 2^-9 of itself and a product by 2^-8; so are sums, beside their largest.
 ROUNDING = 2**-7
 
+SLABS = (2 * 64 * 72 * 2,)  # bytes of matmul.h's two: 64 rows of 64 bfloats and 8 between them
+
 
 @pytest.fixture(autouse=True, scope="module")
 def metal():
@@ -327,7 +329,8 @@ def test_matmul_takes_every_matrix(bits, dtype, rows, library):
     wanted = y + reference.to_bf16(x[:, :columns]) @ reference.to_bf16(numbers).T
     p = np.concatenate([shape, [tokens, stride, 1]]).astype(np.uint32)
     buffers = dict(enumerate([p, x, *matrix, y]))
-    ran = library.run("matmul_f32_128", buffers, (-(-rows // 64), 1), (128,), read_only=(1, 2, 3, 4))
+    groups = (-(-rows // 64), 1)
+    ran = library.run("matmul_f32_128", buffers, groups, (128,), threadgroup=SLABS, read_only=(1, 2, 3, 4))
     compare("y", y, wanted, 1e-6)
     assert set(ran.written) == {5}
     if rows % 64 == 0:  # otherwise the last slab repeats its last row
@@ -347,10 +350,10 @@ def test_tensor_operations_give_what_simdgroup_matrix_gives(library):
             groups = -(-tokens // block)
             p = np.concatenate([shape, [tokens, 128, 0]]).astype(np.uint32)
             buffers = dict(enumerate([p, x, *gate, y]))
-            library.run(f"matmul_f32_{block}{tiles}", buffers, (2, groups), (threads,))
+            library.run(f"matmul_f32_{block}{tiles}", buffers, (2, groups), (threads,), threadgroup=SLABS)
             p = np.concatenate([shape, shape, [tokens]]).astype(np.uint32)
             buffers = dict(enumerate([p, x, *gate, *up, activated]))
-            library.run(f"matmul_swiglu_{block}{tiles}", buffers, (4, groups), (threads,))
+            library.run(f"matmul_swiglu_{block}{tiles}", buffers, (4, groups), (threads,), threadgroup=SLABS)
             results.append((y, activated))
         for name, got, want in zip(("y", "activated"), results[1], results[0], strict=True):
             compare(name, got, want, 1e-6)
