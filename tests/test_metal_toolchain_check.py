@@ -61,7 +61,15 @@ def test_our_kernels_are_accepted(file):
 
 
 # How loops are compiled, and that a draw's arithmetic is as written: none of them silences anything.
-PRAGMAS = ("once", "unroll", "unroll 1", "unroll 8", "METAL fp math_mode(safe)", "METAL fp contract(off)")
+PRAGMAS = (
+    "once",
+    "unroll",
+    "unroll 1",
+    "unroll 4",
+    "unroll 8",
+    "METAL fp math_mode(safe)",
+    "METAL fp contract(off)",
+)
 
 
 def test_nothing_of_ours_is_waived():

@@ -47,12 +47,14 @@ def story() -> tuple[list[str], list[str]]:
     return [str(lily.DEMO), str(COUNT), *map(str, prompt)], [str(token) for token in told.tokens]
 
 
+@pytest.mark.long  # a build of the whole core
 def test_clang(tmp_path: Path, story: tuple[list[str], list[str]]) -> None:
     rungs.climb("clang")
     program = build(tmp_path, CMAKE_CXX_COMPILER="clang++-22")
     assert checked(program, *story[0]).split() == story[1]
 
 
+@pytest.mark.long
 def test_arm64(tmp_path: Path, story: tuple[list[str], list[str]]) -> None:
     if platform.machine() in {"aarch64", "arm64"}:
         pytest.skip("this machine is an arm64 one, so every other test is this rung")

@@ -113,6 +113,7 @@ def test_tiled_op(op, checkpoint, models, session_of, monkeypatch):
         check(model, session, case, inputs(case, model.config, widths(session)), monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", TILED)
 def test_tiled_op_keeps_within_bounds(op, models, session_of, monkeypatch):
     """An instrumented library sees every access, and every pair of dispatches without a barrier."""
@@ -410,6 +411,7 @@ def is_missed(session, chunk, barrier):
     return False
 
 
+@pytest.mark.long
 def test_every_barrier_of_a_chunk_is_missed(session_of):
     """Barriers are numbered from the pass's first; leaving out one past its last changes nothing."""
     session = session_of("tiny", instrumented=True)

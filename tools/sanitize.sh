@@ -23,7 +23,7 @@ export ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # The tests that lead through the core; the others, Python's and the kernels', would show it nothing more.
 tests="tests/test_core.py tests/test_gpu.py tests/test_ops.py tests/test_prefix.py tests/test_sampling_core.py
-    tests/test_saved.py tests/test_shapes.py tests/test_turns.py"
+    tests/test_saved.py tests/test_shapes.py tests/test_turns.py tests/test_amx.py tests/test_panel_file.py"
 # shellcheck disable=SC2086 # they are several
 LD_PRELOAD="$preload" exec "$python" -m pytest -p no:cacheprovider -m "not long and not unsanitized" \
     $tests tests/test_loading*.py -k "not sim" "$@"
