@@ -33,12 +33,15 @@ def write(session: _core.Session, i: int, tokens: int = 12) -> tuple[list[int], 
 def test_steps_go_together_and_give_what_they_give_alone(session: _core.Session) -> None:
     tokens = 4 if session.device.startswith("sim") else 24
     alone = [write(session, i, tokens) for i in range(8)]
-    steps, batches = session._step_counts
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: write(session, i, tokens), range(8))) == alone
-    now = session._step_counts
-    assert now[0] - steps == 8 * tokens
-    assert now[1] - batches < 0.95 * (now[0] - steps)  # how many meet is the machine's mood
+    for _ in range(5):  # how many meet is the machine's mood: on a busy one, none may
+        steps, batches = session._step_counts
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda i: write(session, i, tokens), range(8))) == alone
+        now = session._step_counts
+        assert now[0] - steps == 8 * tokens
+        if now[1] - batches < 0.95 * (now[0] - steps):
+            return
+    pytest.fail("eight threads' steps went one by one, five times over")
 
 
 def test_a_batch_can_be_forbidden() -> None:
