@@ -18,6 +18,11 @@ struct Arranged {
     const float* data = nullptr;  // row r at data + r * stride
     int64_t stride = 0;
     const uint16_t* tiles = nullptr;  // where products take them so, the same rows as tiles
+
+    // The tiles from a row on that begins a block of them; null if there are none.
+    const uint16_t* tiled_from(int64_t row, int64_t columns) const {
+        return tiles ? tiles + row * tiled_columns(columns) : nullptr;
+    }
 };
 
 // One step's input, arranged for every bit width that its matrices have.
@@ -26,7 +31,6 @@ struct Inputs {
     const Arranged& of(const Linear& w) const { return by_bits[w.bits / 4]; }
 };
 
-constexpr int kTile = 16;        // rows of a tile
 constexpr int kPromptRows = 16;  // from which a prompt's kernels are used
 constexpr int kMaxTaps = 16;     // of the convolution
 constexpr int kBlockRows = 8;    // query rows that share a pass over a page of keys and values
@@ -130,6 +134,12 @@ class CpuOps final : public Ops {
     const uint16_t* tile(const Arranged& rows, int64_t count, int64_t columns);
     Product product(const Linear& w, const Inputs& x, const Tensor& out, bool add = false) const {
         return {.w = &w, .x = x.of(w), .out = out.as<float>(), .stride = out.shape[1], .add = add};
+    }
+    // y = W x of outputs [first, first + count) for M rows: as tiles if they are there, else by x.
+    void multiply_rows(const Linear& w, int64_t first, int64_t count, const float* const* x,
+                       const uint16_t* tiles, int M, Output out) const {
+        if (tiles) return kernels_->product_tiles(w, panels_->at(w), first, count, tiles, M, out);
+        kernels_->product(w, panels_->at(w), first, count, x, M, out);
     }
     void multiply(std::initializer_list<Product> products, int rows);
     void product_rows(const Product& product, int64_t first, int64_t outputs, int rows);

@@ -8,7 +8,6 @@
 namespace lily {
 namespace {
 
-constexpr int kPairs = kStep / 2;          // of numbers in a tile's column
 constexpr int kPageTiles = kPage / kTile;  // tiles of keys across a page
 constexpr int kPageSteps = kPage / kStep;  // steps of keys
 
@@ -91,12 +90,12 @@ LILY_INLINE float exponentials(float* scores, int64_t seen, float& most, float& 
     return keep;
 }
 
-// C (2 tiles of rows, 2 of columns) += A (2, steps) B (steps, across), from columns' tile `tile` on.
-LILY_INLINE void multiply_pair(const uint16_t* a, int steps, const uint16_t* b, int64_t across) {
+// Tiles 0 to 3, two of rows by two of columns, += A (2 of rows, `row` steps apart, steps) B (steps, across).
+LILY_INLINE void multiply_pair(const uint16_t* a, int64_t row, int steps, const uint16_t* b, int64_t across) {
     for (int step = 0; step < steps; ++step, a += kTileNumbers, b += across * kTileNumbers) {
         _tile_loadd(4, a, 64);
         _tile_loadd(6, b, 64);
-        _tile_loadd(5, a + int64_t{steps} * kTileNumbers, 64);
+        _tile_loadd(5, a + row * kTileNumbers, 64);
         _tile_loadd(7, b + kTileNumbers, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -120,11 +119,8 @@ void flash_page(FlashBlock& b, const void* keys, const void* values, int64_t cou
         if (seen[m + rows - 1] <= 0) continue;  // later rows see more
         const uint16_t* queries = b.queries + int64_t{m / kTile} * steps * kTileNumbers;
         for (int tile = 0; tile < key_tiles; tile += 2) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            multiply_pair(queries, steps, b.keys + tile * kTileNumbers, kPageTiles);
+            clear_sums();
+            multiply_pair(queries, steps, steps, b.keys + tile * kTileNumbers, kPageTiles);
             _tile_stored(0, &scores[0][tile * kTile], sizeof scores[0]);
             _tile_stored(1, &scores[0][(tile + 1) * kTile], sizeof scores[0]);
             _tile_stored(2, &scores[kTile][tile * kTile], sizeof scores[0]);
@@ -150,19 +146,7 @@ void flash_page(FlashBlock& b, const void* keys, const void* values, int64_t cou
             _tile_loadd(1, to + kTile, 4 * Dh);
             _tile_loadd(2, to + kTile * Dh, 4 * Dh);
             _tile_loadd(3, to + kTile * Dh + kTile, 4 * Dh);
-            const uint16_t* a = weights[0][0][0];
-            const uint16_t* v = b.values + tile * kTileNumbers;
-            for (int step = 0; step < key_steps;
-                 ++step, a += kTileNumbers, v += int64_t{across} * kTileNumbers) {
-                _tile_loadd(4, a, 64);
-                _tile_loadd(6, v, 64);
-                _tile_loadd(5, a + kPageSteps * kTileNumbers, 64);
-                _tile_loadd(7, v + kTileNumbers, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+            multiply_pair(weights[0][0][0], kPageSteps, key_steps, b.values + tile * kTileNumbers, across);
             _tile_stored(0, to, 4 * Dh);
             _tile_stored(1, to + kTile, 4 * Dh);
             _tile_stored(2, to + kTile * Dh, 4 * Dh);

@@ -16,6 +16,8 @@ constexpr int64_t arranged_floats(int64_t columns) {
     return (columns + 127) / 128 * 128 + (columns / 64 + 15) / 16 * 16;
 }
 
+constexpr int kTile = 16;  // rows of a tile, and its columns of 32 bits
+
 // Columns of a row in tiles.
 constexpr int64_t tiled_columns(int64_t columns) {
     return (columns + 127) / 128 * 128;

@@ -177,6 +177,11 @@ LILY_INLINE void plain_tile(const Linear& w, int64_t row, const float* const* x,
         for (int m = 0; m < M; ++m) y[r][m] = sum(total[r][m]);
 }
 
+LILY_INLINE void put_one(const Output& out, int m, int64_t at, float y) {
+    float& to = out.row[m][at];
+    to = out.scale ? to + out.scale[m] * y : y;
+}
+
 template <int R, int M, class Type, int kBits>
 LILY_INLINE void tile(const Linear& w, int64_t row, int64_t first, const float* const* x, const Output& out,
                       int m0) {
@@ -187,10 +192,7 @@ LILY_INLINE void tile(const Linear& w, int64_t row, int64_t first, const float* 
         quantised_tile<R, M, Type, kBits>(w, row, x + m0, y);
     }
     for (int m = 0; m < M; ++m)
-        for (int r = 0; r < R; ++r) {
-            float& to = out.row[m0 + m][row - first + r];
-            to = out.scale ? to + out.scale[m0 + m] * y[r][m] : y[r][m];
-        }
+        for (int r = 0; r < R; ++r) put_one(out, m0 + m, row - first + r, y[r][m]);
 }
 
 template <int R, class Type, int kBits>

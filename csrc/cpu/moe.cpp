@@ -71,7 +71,7 @@ void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t
     const float *x[kTileRows], *u[kTileRows];
     float *out[kTileRows], *up[kTileRows];
     float up_outputs[kPanel * kMaxOutputs];
-    uint16_t* tiles = thread_tiles_ + thread * kTileRows * tiled_columns(c_.hidden);
+    uint16_t* tiles = tiled ? thread_tiles_ + thread * kTileRows * tiled_columns(c_.hidden) : nullptr;
     for (int32_t i = begin; i < end; i += most) {
         const int M = std::min(most, end - i);
         for (int m = 0; m < M; ++m) {
@@ -80,11 +80,6 @@ void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t
             u[m] = up_x.data + row * up_x.stride;
         }
         if (tiled) kernels_->tile_rows(x, M, c_.hidden, tiles);
-        const auto multiply = [&](const Linear& matrix, const float* const* rows, int64_t at, int64_t count,
-                                  Output to) {
-            if (tiled) return kernels_->product_tiles(matrix, panels_->at(matrix), at, count, tiles, M, to);
-            kernels_->product(matrix, panels_->at(matrix), at, count, rows, M, to);
-        };
         const int64_t at_once = M <= kPanel ? kMaxOutputs : kPanel * kMaxOutputs / kTileRows;
         for (int64_t o = first; o < first + outputs; o += at_once) {
             const int64_t count = std::min(at_once, first + outputs - o);
@@ -92,8 +87,8 @@ void CpuOps::expert_up(const MoeWeights& w, const Inputs& h, int expert, int64_t
                 out[m] = a_.hidden.as<float>() + sorted_[i + m] * F + o;
                 up[m] = up_outputs + m * at_once;
             }
-            multiply(w.gate, x, expert * F + o, count, {out, nullptr});
-            multiply(w.up, u, expert * F + o, count, {up, nullptr});
+            multiply_rows(w.gate, expert * F + o, count, x, tiles, M, {out, nullptr});
+            multiply_rows(w.up, expert * F + o, count, u, tiles, M, {up, nullptr});
             for (int m = 0; m < M; ++m) kernels_->swiglu(out[m], up[m], count, out[m]);
         }
     }
@@ -123,7 +118,7 @@ void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, 
     const int32_t begin = first_of_[static_cast<size_t>(expert)],
                   end = first_of_[static_cast<size_t>(expert) + 1];
     const Arranged in = hidden.of(w.down);
-    const float* x[kPanel];
+    const float* x[kTileRows];
     float *out[kTileRows], scale[kTileRows];
     const int most = in.tiles ? kTileRows : kPanel;
     const int64_t at = static_cast<int64_t>(expert) * c_.hidden + first;
@@ -131,17 +126,12 @@ void CpuOps::expert_down(const MoeWeights& w, const Inputs& hidden, int expert, 
         const int M = std::min(most, end - i);
         for (int m = 0; m < M; ++m) {
             const int64_t slot = sorted_[i + m];
-            if (!in.tiles) x[m] = in.data + slot * in.stride;
+            x[m] = in.data + slot * in.stride;
             out[m] = row(a_.x, slot / c_.experts_per_token) + first;
             scale[m] = a_.weight.as<float>()[slot];
         }
-        if (in.tiles) {
-            const int64_t tiled = block_of_[static_cast<size_t>(expert)] * kTile + i - begin;
-            kernels_->product_tiles(w.down, panels_->at(w.down), at, outputs,
-                                    in.tiles + tiled * tiled_columns(w.down.columns), M, {out, scale});
-        } else {
-            kernels_->product(w.down, panels_->at(w.down), at, outputs, x, M, {out, scale});
-        }
+        const int64_t tiled = in.tiles ? block_of_[static_cast<size_t>(expert)] * kTile + i - begin : 0;
+        multiply_rows(w.down, at, outputs, x, in.tiled_from(tiled, w.down.columns), M, {out, scale});
     }
 }
 
@@ -169,22 +159,18 @@ void CpuOps::tile_hidden(const Arranged& hidden) {
 void CpuOps::shared_down(const MoeWeights& w, const Inputs& shared, int rows, int64_t first,
                          int64_t outputs) {
     const Arranged in = shared.of(w.shared_down);
-    const float* x[kPanel];
+    const float* x[kTileRows];
     float *out[kTileRows], scale[kTileRows];
     const int most = in.tiles ? kTileRows : kPanel;
     for (int r = 0; r < rows; r += most) {
         const int M = std::min(most, rows - r);
         for (int m = 0; m < M; ++m) {
-            if (!in.tiles) x[m] = in.data + (r + m) * in.stride;
+            x[m] = in.data + (r + m) * in.stride;
             out[m] = row(a_.x, r + m) + first;
             scale[m] = static_cast<float>(1 / (1 + std::exp(-double(*row(a_.shared_gate, r + m)))));
         }
-        if (in.tiles) {
-            kernels_->product_tiles(w.shared_down, panels_->at(w.shared_down), first, outputs,
-                                    in.tiles + r * tiled_columns(w.shared_down.columns), M, {out, scale});
-        } else {
-            kernels_->product(w.shared_down, panels_->at(w.shared_down), first, outputs, x, M, {out, scale});
-        }
+        multiply_rows(w.shared_down, first, outputs, x, in.tiled_from(r, w.shared_down.columns), M,
+                      {out, scale});
     }
 }
 

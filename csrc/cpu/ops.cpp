@@ -206,13 +206,9 @@ void CpuOps::product_rows(const Product& p, int64_t first, int64_t outputs, int 
         return ones;
     }();
     const auto multiply = [&](const Linear& w, const Arranged& in, int r0, int M, Output out) {
-        if (in.tiles) {
-            const uint16_t* tiles = in.tiles + r0 * tiled_columns(w.columns);
-            return kernels_->product_tiles(w, panels_->at(w), first, outputs, tiles, M, out);
-        }
-        const float* x[kPanel];
+        const float* x[kTileRows];
         for (int m = 0; m < M; ++m) x[m] = in.data + (r0 + m) * in.stride;
-        kernels_->product(w, panels_->at(w), first, outputs, x, M, out);
+        multiply_rows(w, first, outputs, x, in.tiled_from(r0, w.columns), M, out);
     };
     float *out[kTileRows], *up[kPanel];
     float up_tile[kPanel][kMaxOutputs];

@@ -16,16 +16,14 @@
 namespace lily {
 namespace {
 
-constexpr int kTile = 16;                    // rows of a tile, and its columns of 32 bits
 constexpr int kStep = 32;                    // columns of W that a tile takes
 constexpr int kTileNumbers = kTile * kStep;  // of bfloat16, 1 KB
 constexpr int kChunk = 128;                  // columns of a row whose words fill a register: two groups
 constexpr int kChunkSteps = kChunk / kStep;
 constexpr int kSlabChunks = 2;  // 32 rows x 256 columns: 16 KB, twice, of the first-level cache's 48
 constexpr int kSlabSteps = kSlabChunks * kChunkSteps;
-constexpr int kSlabUnits = 2 * kSlabChunks;  // of 16 rows and a chunk, that are unpacked at a time
-constexpr int kChunksAhead = 4;              // that memory is asked for before they are unpacked
-constexpr int kBlocks = kTileRows / kTile;   // blocks of inputs that a call multiplies
+constexpr int kChunksAhead = 4;             // that memory is asked for before they are unpacked
+constexpr int kBlocks = kTileRows / kTile;  // blocks of inputs that a call multiplies
 
 constexpr int64_t chunks_of(int64_t columns) {
     return tiled_columns(columns) / kChunk;
@@ -202,14 +200,15 @@ LILY_INLINE void multiply_slab(const uint16_t* w, const uint16_t* x, int64_t blo
 // Sums of 32 rows of W with kBlocks blocks of inputs: (blocks, 2, 16 rows of W, 16 of inputs).
 using TileSums = float[kBlocks][2][kTile * kTile];
 
+LILY_INLINE void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
 LILY_INLINE void load_sums(bool first, bool two, const float (*sums)[2][kTile * kTile]) {
-    if (first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        return;
-    }
+    if (first) return clear_sums();
     _tile_loadd(0, sums[0][0], 64);
     _tile_loadd(1, sums[0][1], 64);
     if (!two) return;
@@ -359,10 +358,7 @@ void product_unpacked(const Linear& w, int64_t first, int64_t outputs, const flo
         }
         const auto put_rows = [&](const auto& y, int m0, int count) {
             for (int m = 0; m < count; ++m)
-                for (int r = 0; r < rows; ++r) {
-                    float& to = out.row[m0 + m][o + r];
-                    to = out.scale ? to + out.scale[m0 + m] * y[r][m] : y[r][m];
-                }
+                for (int r = 0; r < rows; ++r) put_one(out, m0 + m, o + r, y[r][m]);
         };
         int m = 0;
         for (; m + 4 <= M; m += 4) {
