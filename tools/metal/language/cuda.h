@@ -148,6 +148,21 @@ MSL_FN void msl_multiply_bfloats(thread float* d, uint a, uint b) {
             : "r"(a), "r"(0), "r"(turned));
 }
 
+// Two numbers as bfloats in one word, the first one low.
+MSL_FN uint msl_bfloats(float low, float high) {
+    uint pair;
+    __asm__("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+// c += a b, of 16 x 16 and 16 x 8 bfloats.
+MSL_FN void msl_multiply_bfloats_16(thread float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+    __asm__(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // exp and log on the special function unit, to about 2^-21 of the result: the argument's product with log2(e)
 // is carried in two parts, since the unit takes one number and a large one has no bits left for its fraction.
 MSL_FN float msl_special_exp2(float x) {

@@ -4,25 +4,11 @@
 // ones in the others. The order of what is summed is free, so a lane multiplies what a load of 16 or 8 bytes
 // gave it. A block is loaded while the one before it is worked on. Included inside namespace lily.
 
-METAL_FUNC uint bfloats(float low, float high) {
-    uint pair;
-    __asm__("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 // Two numbers' high parts in one word, and what is left of them in another.
 METAL_FUNC uint2 two_bfloats(float low, float high) {
-    const uint top = bfloats(low, high);
-    return {top, bfloats(low - __builtin_bit_cast(float, top << 16),
+    const uint top = msl_bfloats(low, high);
+    return {top, msl_bfloats(low - __builtin_bit_cast(float, top << 16),
                          high - __builtin_bit_cast(float, top & 0xffff0000u))};
-}
-// c += a b; a: high and low of the first pair of columns, then of the second
-METAL_FUNC void multiply_two_bfloats(thread float* c, uint high, uint low, uint next_high, uint next_low,
-                                     uint b, uint next_b) {
-    __asm__(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(high), "r"(low), "r"(next_high), "r"(next_low), "r"(b), "r"(next_b));
 }
 
 constant constexpr ushort kWideHead = 256;
@@ -73,8 +59,9 @@ struct SplitScores<bfloat, 8, 8, true> {
         for (ushort j = 0; j < 8; ++j) {
             const uint4 high = *query_piece(queries, head, j * kQuarters + quarter, 0);
             const uint4 low = *query_piece(queries, head, j * kQuarters + quarter, 1);
-            multiply_two_bfloats(c[0], high[0], low[0], high[1], low[1], pieces[j][0], pieces[j][1]);
-            multiply_two_bfloats(c[1], high[2], low[2], high[3], low[3], pieces[j][2], pieces[j][3]);
+            // high and low of the first pair of columns, then of the second
+            msl_multiply_bfloats_16(c[0], high[0], low[0], high[1], low[1], pieces[j][0], pieces[j][1]);
+            msl_multiply_bfloats_16(c[1], high[2], low[2], high[3], low[3], pieces[j][2], pieces[j][3]);
         }
         *(threadgroup float2*)(scores + head * kScoreStride + simd * kSplitKeys + 2 * quarter) = {
             c[0][0] + c[1][0] + (c[0][2] + c[1][2]), c[0][1] + c[1][1] + (c[0][3] + c[1][3])};
@@ -138,9 +125,9 @@ struct SplitSums<bfloat, 8, 8, true> {
 #pragma unroll
             for (ushort j = 0; j < 4; ++j) {
                 const uint pick = j % 2 == 0 ? 0x5410 : 0x7632;
-                multiply_two_bfloats(c[j], a[0], a[2], a[1], a[3],
-                                     __nvvm_prmt(pieces[m][0][j / 2], pieces[m][1][j / 2], pick),
-                                     __nvvm_prmt(pieces[m][2][j / 2], pieces[m][3][j / 2], pick));
+                msl_multiply_bfloats_16(c[j], a[0], a[2], a[1], a[3],
+                                        __nvvm_prmt(pieces[m][0][j / 2], pieces[m][1][j / 2], pick),
+                                        __nvvm_prmt(pieces[m][2][j / 2], pieces[m][3][j / 2], pick));
             }
         }
     }

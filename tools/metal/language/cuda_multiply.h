@@ -33,11 +33,6 @@ METAL_FUNC uint multiply_add(uint a, uint b, uint c) {  // of two bfloats each
     __asm__("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
-METAL_FUNC uint bfloats(float low, float high) {
-    uint pair;
-    __asm__("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 
 // Weights of 4 or 8 bits with bfloat scales.
 template <class B, ushort kBits>
@@ -90,7 +85,7 @@ struct PackedWeights {
     METAL_FUNC uint of_bytes(ushort i, ushort j) const {
         const uint word = words[i][j / 2 % kWords] >> j % 2 * 16;
         const float scale = value<bfloat>(scales[i]), bias = value<bfloat>(biases[i]);
-        return bfloats(fma(scale, field(word, 0xff), bias), fma(scale, field(word >> 8, 0xff), bias));
+        return msl_bfloats(fma(scale, field(word, 0xff), bias), fma(scale, field(word >> 8, 0xff), bias));
     }
 };
 
@@ -163,8 +158,8 @@ struct Landing {
                     for (ushort j = 0; j < 4; ++j) pair[half_of][4 * i + j] = four[j];
                 } else {
                     const float4 four = *(threadgroup const float4*)piece;
-                    pair[half_of][2 * i] = bfloats(four[0], four[1]);
-                    pair[half_of][2 * i + 1] = bfloats(four[2], four[3]);
+                    pair[half_of][2 * i] = msl_bfloats(four[0], four[1]);
+                    pair[half_of][2 * i + 1] = msl_bfloats(four[2], four[3]);
                 }
             }
     }
@@ -183,9 +178,10 @@ METAL_FUNC void add_tiles(thread Outputs<B>& out, thread const Pairs<B>& w,
             for (ushort c = 0; c < B::kColumnTiles; ++c)
 #pragma unroll
                 for (ushort i = 0; i < 2; ++i)
-                    multiply_bfloats(out.sum[r + tile][c].part[i], w.pair[2 * c][of], w.pair[2 * c + 1][of],
-                                     w.pair[2 * c][of + 1], w.pair[2 * c + 1][of + 1], x[tile][i][2 * s],
-                                     x[tile][i][2 * s + 1]);
+                    msl_multiply_bfloats_16(out.sum[r + tile][c].part[i], w.pair[2 * c][of],
+                                            w.pair[2 * c + 1][of], w.pair[2 * c][of + 1],
+                                            w.pair[2 * c + 1][of + 1], x[tile][i][2 * s],
+                                            x[tile][i][2 * s + 1]);
     }
 }
 

@@ -21,15 +21,6 @@ METAL_FUNC void load_turned(thread uint* r, threadgroup const void* p) {
                      : "memory");
 }
 
-// c += a b, of 16 x 16 and 16 x 8 bfloats: a quarter of a Left, half a quarter of a Right.
-METAL_FUNC void multiply_bfloats(thread float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
-    __asm__(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 struct Left {
     uint part[2][4];  // of columns 0 to 15, 16 to 31
 
@@ -103,8 +94,9 @@ struct Sum {
         for (ushort k = 0; k < 2; ++k)
 #pragma unroll
             for (ushort j = 0; j < 2; ++j)
-                multiply_bfloats(part[j], a.part[k][0], a.part[k][1], a.part[k][2], a.part[k][3],
-                                 b.part[k][2 * j], b.part[k][2 * j + 1]);
+                // a quarter of a Left, half a quarter of a Right
+                msl_multiply_bfloats_16(part[j], a.part[k][0], a.part[k][1], a.part[k][2], a.part[k][3],
+                                        b.part[k][2 * j], b.part[k][2 * j + 1]);
     }
 
     // every row times its number
