@@ -17,12 +17,13 @@ from support import backends, compare, options_of
 CONTEXT = 262_144
 PAGE = 256
 EXACT = 2e-5  # of the largest value: float32 sums
+TILES = [name for name in ("sim tiles", "amx tiles") if name in backends()]
 # A token at a time: the kernels of rows. One code path of the CPU here, the others among the long tests.
 FIRST = [backends()[0], *(name for name in backends() if name == "sim rows")]
 ALL = [
     name if name in FIRST else pytest.param(name, marks=pytest.mark.long)
     for name in backends()
-    if name != "sim tiles"
+    if name not in TILES
 ]
 
 
@@ -125,8 +126,9 @@ def test_rope_turns_by_the_position(folder, backend, position):
 
 
 @pytest.mark.long  # tiles of 262,144 positions, simulated
-def test_a_prompt_that_ends_with_the_context(folder, model):
-    session, truth = session_of(folder, "sim tiles", "bf16"), model["bf16"]
+@pytest.mark.parametrize("backend", TILES)
+def test_a_prompt_that_ends_with_the_context(folder, model, backend):
+    session, truth = session_of(folder, backend, "bf16"), model["bf16"]
     state = made_up(session, folder, "bf16", CONTEXT - 40)
     tokens = np.random.default_rng(0).integers(0, 600, 40).astype(np.int32)
     wanted, _ = truth.forward(tokens, states_of(session, state, truth.config.layers))
