@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 import lily
+from cases import Case
 from scripted import make_checkpoint
 from support import code_paths
 
@@ -17,6 +18,17 @@ os.environ.setdefault("LILY_SIMD", code_paths()[0])
 settings.register_profile("default", max_examples=50, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)
 settings.load_profile("default")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long what simulates half a minute of a larger checkpoint's past, row by row."""
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        backend, case = (item.callspec.params.get(name) for name in ("backend", "case"))
+        if backend == "sim rows" and isinstance(case, Case) and case.past and case.checkpoint != "tiny":
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module")

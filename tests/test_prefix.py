@@ -23,8 +23,14 @@ def model(request):
 
 
 def everywhere(name, values, slow):
-    """Parametrise over the backends and some values, of which a slow backend gets few."""
-    cases = [(backend, n) for backend in backends() for n in (slow if backend == SLOW else values)]
+    """Parametrise over the backends and some values, of which those that are simulated get few at first."""
+    cases = [
+        pytest.param(
+            backend, n, marks=pytest.mark.long if backend.startswith("sim") and n not in slow else ()
+        )
+        for backend in backends()
+        for n in (slow if backend == SLOW else values)
+    ]
     return pytest.mark.parametrize(("model", name), cases, indirect=["model"], scope="module")
 
 
