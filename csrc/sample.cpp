@@ -18,31 +18,15 @@ constexpr int kBinBits = 14;       // a bin of logits: sign, exponent and five b
 constexpr int kBlock = 16;         // logits looked at together
 constexpr int kLeastBuffer = 256;  // candidates gathered before the best of them are picked
 
-// A logit's bits as an int that orders as the floats do, but for -0 < +0.
-int32_t order(float x) {
-    const auto bits = std::bit_cast<int32_t>(x);
-    return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-float from_order(int32_t key) {
-    return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff));
-}
+// By a logit's bits as an int that orders as the floats do.
 size_t bin_of(float x) {
-    return (static_cast<uint32_t>(order(x + 0.f)) ^ 0x80000000u) >> (32 - kBinBits);  // -0 + 0 is +0
+    const auto bits = std::bit_cast<int32_t>(x + 0.f);  // -0 + 0 is +0
+    const int32_t order = bits ^ ((bits >> 31) & 0x7fffffff);
+    return (static_cast<uint32_t>(order) ^ 0x80000000u) >> (32 - kBinBits);
 }
 
 bool better(const Candidate& a, const Candidate& b) {
     return a.x > b.x || (a.x == b.x && a.token < b.token);
-}
-
-// The largest of n logits. Throws if one is not finite and `finite` says that all must be.
-float largest(std::span<const float> x, bool finite) {
-    int32_t top = std::numeric_limits<int32_t>::min(), magnitude = 0;
-    for (const float value : x) {
-        top = std::max(top, order(value));
-        magnitude = std::max(magnitude, std::bit_cast<int32_t>(value) & 0x7fffffff);
-    }
-    if (finite && magnitude >= 0x7f800000) throw_not_finite(x);
-    return from_order(top);
 }
 
 template <class Entry>
@@ -231,29 +215,36 @@ void throw_none_left(size_t vocab) {
         format("no token is left to draw; the mask and logit_bias exclude all %zu", vocab));
 }
 
-SampleScratch::SampleScratch(int vocab) : masses(size_t{1} << kBinBits) {
+SampleScratch::SampleScratch(int vocab)
+    : tops((static_cast<size_t>(vocab) + kTopBlock - 1) / kTopBlock), masses(size_t{1} << kBinBits) {
     adjusted.resize(static_cast<size_t>(vocab));
     candidates.reserve(static_cast<size_t>(vocab));
 }
 
 size_t SampleScratch::bytes() const {
-    return adjusted.size() * sizeof(float) + candidates.capacity() * sizeof(Candidate) +
+    return (tops.size() + adjusted.size()) * sizeof(float) + candidates.capacity() * sizeof(Candidate) +
            masses.size() * sizeof(uint64_t);
 }
 
 int32_t sample_token(std::span<const float> logits, const Sampling& s, const Draw& draw,
-                     SampleScratch& scratch) {
+                     SampleScratch& scratch, const FindTops& find_tops) {
     check_draw(s, draw, logits.size());
-    float top = largest(logits, true);
+    std::vector<float>& tops = scratch.tops;
+    if (!find_tops(logits, tops)) throw_not_finite(logits);
     std::span<const float> x = logits;
     if (adjusts(s, draw)) {
         scratch.adjusted.assign(logits.begin(), logits.end());
         adjust(scratch.adjusted, s, draw);
         x = scratch.adjusted;
-        top = largest(x, false);
-        if (top == -kInfinity) throw_none_left(x.size());
+        find_tops(x, tops);
     }
-    if (s.temperature == 0) return static_cast<int32_t>(std::ranges::find(x, top) - x.begin());
+    const auto first = std::ranges::max_element(tops);
+    const float top = *first;
+    if (top == -kInfinity) throw_none_left(x.size());
+    if (s.temperature == 0) {
+        const auto block = x.begin() + kTopBlock * (first - tops.begin());
+        return static_cast<int32_t>(std::find(block, x.end(), top) - x.begin());
+    }
 
     Drawing drawing(x, top, s, draw.position);
     if (s.top_k > 0 && static_cast<size_t>(s.top_k) < x.size()) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -15,11 +16,14 @@ struct Candidate {
     int32_t token;
 };
 
+constexpr int kTopBlock = 4096;  // logits whose largest is found at a time
+
 // Memory that drawing needs, so that it allocates none.
 struct SampleScratch {
     explicit SampleScratch(int vocab);
     size_t bytes() const;
 
+    std::vector<float> tops;            // (V / kTopBlock) the largest of each block
     std::vector<float> adjusted;        // (V)
     std::vector<Candidate> candidates;  // at most V
     std::vector<uint64_t> masses;       // by bin of logits
@@ -46,6 +50,9 @@ bool adjusts(const Sampling&, const Draw&);
 [[noreturn]] void throw_not_finite(std::span<const float> logits);
 [[noreturn]] void throw_none_left(size_t vocab);
 
-int32_t sample_token(std::span<const float> logits, const Sampling&, const Draw&, SampleScratch&);
+// Fills `tops` with the largest of each block of x; returns whether all of x is finite.
+using FindTops = std::function<bool(std::span<const float> x, std::vector<float>& tops)>;
+int32_t sample_token(std::span<const float> logits, const Sampling&, const Draw&, SampleScratch&,
+                     const FindTops& find_tops);
 
 }  // namespace lily

@@ -144,6 +144,7 @@ class CpuOps final : public Ops {
     void multiply(std::initializer_list<Product> products, int rows);
     void product_rows(const Product& product, int64_t first, int64_t outputs, int rows);
     int64_t outputs_of_task(int64_t outputs) const;
+    bool find_tops(std::span<const float> x, std::vector<float>& tops);
 
     void convolve(const LayerWeights&, const Segment&, int t);
     void gates(const LayerWeights&, int64_t r);

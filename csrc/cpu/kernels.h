@@ -119,6 +119,9 @@ struct Kernels {
 
     float (*dot)(const float* a, const float* b, int64_t n);
 
+    // The largest of n values, and whether all are finite.
+    float (*largest)(const float* x, int64_t n, bool& finite);
+
     // The gated delta rule, token after token, for value lanes [first, first + 16).
     void (*delta)(const DeltaSpan& span, int first, int lanes);
 

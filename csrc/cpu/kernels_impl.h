@@ -283,6 +283,23 @@ void conv(const float* const* rows, const float* const* weight, int taps, int64_
     });
 }
 
+float largest(const float* x, int64_t n, bool& finite) {
+    Floats tops = splat(-__builtin_inff()), faults = Floats{};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        tops = max(load(x + i), tops);
+        faults = fma(load(x + i), Floats{}, faults);
+    }
+    float top = tops[0], fault = sum(faults);
+    for (int lane = 1; lane < kLanes; ++lane) top = tops[lane] > top ? tops[lane] : top;
+    for (; i < n; ++i) {
+        top = x[i] > top ? x[i] : top;
+        fault += x[i] * 0;
+    }
+    finite = fault == 0;
+    return top;
+}
+
 // S k and S q of a token come from one pass over S, and
 // y = S' q = decay (S q) + d (k . q) with d = beta (v - decay (S k)) and S' = decay S + k d.
 // The pass that makes S' takes the next token's sums of it along, so S is read and written once a token.
@@ -538,6 +555,7 @@ void append(const float* key, const float* value, int slot, int head_dim, DType 
      .conv = conv,                                                                                      \
      .l2_norm = l2_norm,                                                                                \
      .dot = dot,                                                                                        \
+     .largest = largest,                                                                                \
      .delta = delta,                                                                                    \
      .attend = attend,                                                                                  \
      .flash_begin = begin_,                                                                             \

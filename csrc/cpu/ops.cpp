@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -257,7 +258,22 @@ void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
 }
 
 void CpuOps::sample(std::span<const float> logits, const Sampling& sampling, const Draw& draw) {
-    drawn_ = sample_token(logits, sampling, draw, sample_scratch_);
+    drawn_ = sample_token(logits, sampling, draw, sample_scratch_,
+                          [this](auto x, auto& tops) { return find_tops(x, tops); });
+}
+
+bool CpuOps::find_tops(std::span<const float> x, std::vector<float>& tops) {
+    const auto count = static_cast<int64_t>(x.size()), blocks = (count + kTopBlock - 1) / kTopBlock;
+    std::atomic<bool> all_finite = true;
+    tops.resize(static_cast<size_t>(blocks));
+    threads_.run(blocks, count, [&](int64_t block, int) {
+        const int64_t first = block * kTopBlock;
+        bool finite = true;
+        tops[static_cast<size_t>(block)] =
+            kernels_->largest(x.data() + first, std::min<int64_t>(kTopBlock, count - first), finite);
+        if (!finite) all_finite = false;
+    });
+    return all_finite;
 }
 
 void CpuOps::read_state(const LayerWeights& layer, const State& state, float* first, float* second) const {
