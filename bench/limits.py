@@ -14,7 +14,7 @@ from memory and not from a cache. In the model it is what a pass takes longer th
 All of an op's cases go by turns; one sample is the mean of --times passes.
 
 With --bandwidth, of the device's memory in bytes per second, a decode step is accounted for: its bytes at
-that rate, its stages at the cost of one with nothing to do (a token's embedding), and what neither explains.
+that rate, its stages at the cost of one with nothing to do, and what neither explains.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Machine:
         for name, values in self.inputs.items():
             self.session._set(name, values)
         self.session._run("moe_up", 0, self.parts)  # so that moe_down has experts to add up
-        return self.session._time(listed, times, self.parts) / times
+        return sum(self.session._time(listed, times, self.parts)) / times
 
     def alone(self, op: str) -> Listed:
         """Return an op in every layer that has it."""
@@ -128,7 +128,7 @@ def steps(one: Machine, times: int, rounds: int) -> Samples:
         "head alone": [("head", 0)],
         "sample alone": [("head", 0), ("sample", 0)],  # less the head: a draw needs finite logits
         "head and sample": [("head", 0), ("sample", 0)],
-        "an empty stage": [("embed", 0)] * 100,
+        "an empty stage": [("nothing", 0)] * 100,
     }
     found = by_turns(
         {name: lambda each=each: one.seconds(each, times) for name, each in listed.items()},  # type: ignore[misc]

@@ -130,7 +130,7 @@ def reads(session: _core.Session, config: dict[str, Any], tokens: Tokens) -> Ite
         experts = distinct(layers, rows)
         read = stages.floor({**config, "experts_per_token": experts}, state.length)
         parts = [(session.fork(state), tokens[state.length :][:rows])]
-        seconds = session._time(ops.of_pass(config), 10, parts) / 10
+        seconds = sum(session._time(ops.of_pass(config), 10, parts)) / 10
         yield f"{rows} rows, distinct experts", "", experts
         yield f"{rows} rows, at least", "MB", read / 1e6
         yield f"{rows} rows, a pass", "ms", 1e3 * seconds

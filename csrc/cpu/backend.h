@@ -73,6 +73,8 @@ class CpuOps final : public Ops {
 
     void begin(const Batch&) override;
     void finish() override {}
+    void nothing() override { threads_.meet(); }
+    int64_t stages() const override { return threads_.rounds(); }
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
     void gdn_mix(const LayerWeights&, const Batch&) override;
