@@ -4,10 +4,13 @@
                            [--arithmetic FILE] [--context 3840] [--rows 2048] [--bandwidth 4.3e12]
                            [--times 20] [--rounds 5] [--record [FILE]]
 
---loads and --arithmetic name the kernels compiled with metal/twin.h's defines; for an NVIDIA GPU:
+--loads and --arithmetic name the kernels compiled with the defines of metal/twin.h or csrc/cpu/twin.h. For an
+NVIDIA GPU, and for a CPU with AVX-512's integer dot products, of a row or few:
 
     python -m tools.metal.cuda metal/*.metal -D LILY_LOADS_ONLY=1 -o build/loads.ptx
     python -m tools.metal.cuda metal/*.metal -D LILY_ARITHMETIC_ONLY=1 -o build/arithmetic.ptx
+
+    cmake -S . -B build/twins -DLILY_TWINS=ON && cmake --build build/twins --target loads arithmetic
 
 An op alone runs in all layers that have it, one after the other and over and over, so that its weights come
 from memory and not from a cache, unless one holds those of all layers. In the model it is, on a CPU, what
@@ -57,6 +60,17 @@ class Account(NamedTuple):
         ]
         note = f"{self.bytes / 1e6:.1f} MB at {self.bandwidth / 1e9:.4g} GB/s, {self.stages} stages"
         yield "share of a step that bytes and stages do not explain", "%", left, note
+
+
+def twin(
+    weights: _core.Weights, options: Mapping[str, str], file: str, whole: _core.Session
+) -> _core.Session:
+    """Make a session like another one, with the kernels of a file."""
+    if not whole.device.startswith("cpu"):
+        return _core.Session(weights, {**options, "kernels": file})
+    session = _core.Session(weights, options)
+    session._use_kernels(file)
+    return session
 
 
 def gemv(machines: Mapping[str, Machine], times: int, rounds: int) -> Samples:
@@ -146,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     sessions = {"whole": whole}
     for kind, file in (("loads", given.loads), ("arithmetic", given.arithmetic)):
         if file is not None:
-            sessions[kind] = _core.Session(weights, {**options, "kernels": file})
+            sessions[kind] = twin(weights, options, file, whole)
     facts = about(given.directory, whole, options)
     print(f"{given.directory}: {facts}")
     keep = partial(record.keep, given.record, bench="limits", options=facts, device=whole.device)

@@ -804,6 +804,9 @@ void bind_session(nb::module_& m) {
             "_time", &time_ops, "ops"_a, "times"_a, "parts"_a,
             "Seconds of each of [(op, layer), ...], run `times` times on one batch, for benchmarks; the last "
             "one's include the wait for a device.")
+        .def(
+            "_use_kernels", [](PySession& s, const std::string& file) { s.session->ops().use_kernels(file); },
+            "file"_a, "Take a CPU's kernels of a row or few from a file, for benchmarks.")
         .def_prop_ro(
             "_stages", [](PySession& s) { return s.session->ops().stages(); },
             "How often the CPU's threads were called together so far; 0 on a GPU.")

@@ -1,6 +1,9 @@
 """bench.ops and bench.limits: what they make of seconds, what the twins leave out, and that they run."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,13 @@ import numpy as np
 import pytest
 
 import rungs
-from bench import limits, ops, peaks
-from lily import _core, stages
+from bench import limits, ops, peaks, synthetic
+from lily import _core, errors, stages
 from support import CHECKPOINTS, HERE, ROW_BY_ROW, runs
 
 pytestmark = pytest.mark.unsanitized
 TINY = CHECKPOINTS["tiny"]
+HALVES = ("loads", "arithmetic")
 # The ops of metal/matvec.metal but the head, and their kernels.
 GEMVS = {"gdn_in": "gdn_in", "gdn_out": "gdn_out", "attn_in": "attn_in", "attn_out": "matvec"}
 
@@ -194,3 +198,86 @@ def test_twins_leave_out_half_of_the_work_and_no_more() -> None:
         pairs = list(zip(memory, arithmetic[kernel], strict=True))
         assert any(was[1] > 0 and now[1] == 0 for was, now in pairs), kernel  # the matrices
         assert any(was[1] > 1 and abs(now[1] - was[1]) <= 1 for was, now in pairs), kernel  # the input
+
+
+# ---- Twins of the CPU's kernels
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[str, Path]:
+    """Build the halves of the kernels, with the flags of the core's own."""
+    if not runs("avx512vnni"):
+        pytest.skip("this CPU has no integer dot products of AVX-512, whose kernels the twins are of")
+    root, build = HERE.parent, HERE.parent / "build" / "twins"
+    for command in (["-S", root, "-B", build, "-DLILY_TWINS=ON"], ["--build", build, "--target", *HALVES]):
+        subprocess.run([Path(sys.executable).parent / "cmake", *command], check=True, capture_output=True)
+    return {half: build / f"{half}.so" for half in HALVES}
+
+
+def flipped(folder: Path) -> Path:
+    """Copy a checkpoint; of each row of its matrices, one word of weights is another."""
+    shutil.copytree(TINY, folder)
+    for file in folder.glob("*.safetensors"):
+        held = bytearray(file.read_bytes())
+        size = int.from_bytes(held[:8], "little")
+        for name, tensor in json.loads(held[8 : 8 + size]).items():
+            if tensor.get("dtype") != "U32" or "embed_tokens" in name:
+                continue
+            first, last = (8 + size + at for at in tensor["data_offsets"])
+            words = np.frombuffer(held, np.uint32, (last - first) // 4, first)
+            rows = words.reshape(-1, tensor["shape"][-1])
+            rows[np.arange(len(rows)), 37 * np.arange(len(rows)) % rows.shape[1]] ^= 0x0F0F0F0F
+        file.write_bytes(held)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("repack", ["on", "off"])
+def test_twins_of_the_cpu_leave_out_one_half_each(
+    repack: str, twins: dict[str, Path], tmp_path: Path
+) -> None:
+    """A weight counts without the arithmetic, wherever it stands, and none counts without loads."""
+    options = {"device": "cpu", "simd": "avx512vnni", "repack": repack, "threads": "1"}
+    found: dict[tuple[str, str], list[np.ndarray[Any, Any]]] = {}
+    x = np.random.default_rng(0).standard_normal((1, 640)).astype(np.float32)
+    for which, folder in (("as it is", TINY), ("flipped", flipped(tmp_path / "flipped"))):
+        weights = _core.Weights(str(folder))
+        whole = _core.Session(weights, options)
+        sessions = {"whole": whole}
+        sessions |= {half: limits.twin(weights, options, str(file), whole) for half, file in twins.items()}
+        assert (whole.packed_bytes > 0) == (repack == "on")
+        for kind, session in sessions.items():
+            parts = [(session.new_state(), np.zeros(1, np.int32))]
+            for op, written in (("gdn_in", "qkv"), ("moe_route", "router"), ("moe_route", "shared")):
+                session._set("x", x[:, : session._get("x", 1).shape[1]])
+                session._run(op, 0, parts)
+                found.setdefault((which, kind), []).append(session._get(written, 1).copy())
+    for before, after in zip(found["as it is", "loads"], found["flipped", "loads"], strict=True):
+        assert np.all(before != after)
+    for before, after in zip(found["as it is", "arithmetic"], found["flipped", "arithmetic"], strict=True):
+        assert np.array_equal(before, after)
+    for kind in HALVES:
+        for whole_output, half in zip(found["as it is", "whole"], found["as it is", kind], strict=True):
+            assert np.mean(whole_output != half) > 0.9
+
+
+@pytest.mark.long
+def test_a_matrix_is_loaded_as_fast_as_memory_gives_it(twins: dict[str, Path], tmp_path: Path) -> None:
+    """The head of the real vocabulary, 286 MB: within a factor of five, on a machine of any size and load."""
+    synthetic.write(tmp_path, layers=1, experts=8)
+    weights, options = _core.Weights(str(tmp_path)), {"simd": "avx512vnni", "device": "cpu", "repack": "on"}
+    whole = _core.Session(weights, options)
+    machine = ops.Machine(limits.twin(weights, options, str(twins["loads"]), whole), weights.config, 1, 0)
+    seconds = min(machine.alone("head", 3) for _ in range(3))
+    rate = stages.floors(weights.config, 0)["head"] / seconds
+    assert 1 / 5 < rate / peaks.measure(peaks.MEMORY) < 5
+
+
+def test_a_file_without_kernels_is_refused() -> None:
+    session = machine_of(1, 0).session
+    with pytest.raises(
+        errors.DeviceError, match=r"nowhere\.so: wanted kernels of .*, got nowhere\.so: cannot open"
+    ):
+        session._use_kernels("nowhere.so")
+    with pytest.raises(errors.DeviceError, match="compiled from the sources of this core, got others"):
+        session._use_kernels(_core.__file__)

@@ -336,6 +336,9 @@ class Session:
         Seconds of each of [(op, layer), ...], run `times` times on one batch, for benchmarks; the last one's include the wait for a device.
         """
 
+    def _use_kernels(self, file: str) -> None:
+        """Take a CPU's kernels of a row or few from a file, for benchmarks."""
+
     @property
     def _stages(self) -> int:
         """How often the CPU's threads were called together so far; 0 on a GPU."""
