@@ -59,7 +59,7 @@ lint: $(VENV)/extra-dev  ## ruff and mypy
 
 format: $(VENV)/extra-dev  ## ruff's and clang-format's layout, in place
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(shell find csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.mm')
+	$(VENV)/bin/clang-format -i $(shell find bench csrc tests tools -name '*.h' -o -name '*.cpp' -o -name '*.mm')
 
 ptx: $(VENV)/extra-test  ## compile the GPU kernels for NVIDIA GPUs into build/kernels.ptx (needs the toolchain)
 	$(PY) -m tools.metal.cuda metal/*.metal -o build/kernels.ptx

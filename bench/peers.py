@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from typing import Any
 import lily
 from bench import record, run
 from bench.llama import Llama
-from bench.speed import lengths, option
-from bench.synthetic_config import describe
+from bench.speed import about, lengths, option
 from lily import _core, speed
 
 FASTER = (
@@ -127,22 +127,13 @@ def main(arguments: list[str] | None = None) -> None:
     weights = _core.Weights(str(given.directory))
     session = _core.Session(weights, dict(given.option))
     runners: list[speed.Runner] = [speed.Lily(session, lily.__version__), *peers]
-    rest = {name: value for name, value in given.option if name not in ("device", "kernels")}
-    about = {**describe(given.directory), "device": session.device, **rest}
+    facts = about(given.directory, session, dict(given.option))
     notes = {peer.name: peer.note for peer in peers}
-    print(f"{given.directory}: {about}; {notes}")
+    print(f"{given.directory}: {facts}; {notes}")
+    keep = partial(record.keep, given.record, bench="peers", options=facts, device=session.device)
     rows = speed.sweep(runners, given.lengths, weights.config["vocab"], given.steps, given.rounds)
     for case, unit, samples in cases(rows):
-        record.keep(
-            given.record,
-            bench="peers",
-            case=case,
-            unit=unit,
-            samples=samples,
-            options=about,
-            note=next((note for name, note in notes.items() if name in case), ""),
-            device=session.device,
-        )
+        keep(case, unit, samples, next((note for name, note in notes.items() if name in case), ""))
     for peer in peers:
         if isinstance(peer, Llama):
             peer.close()

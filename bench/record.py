@@ -156,9 +156,15 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def keep(to: str | None, **given: Any) -> None:
-    """Print a case's figures, and do with them what --record asked for: nothing, records, or a file."""
-    print(line(given["case"], given["unit"], summarise(given["samples"])), flush=True)
+def keep(
+    to: str | None, case: str, unit: str, samples: Sequence[float], note: str = "", **given: Any
+) -> None:
+    """Print a case's figures, and do with them what --record asked for: nothing, records, or a file.
+
+    given: the rest of what measured() takes.
+    """
+    given |= {"case": case, "unit": unit, "samples": samples, "note": note}
+    print(line(case, unit, summarise(samples)) + (f"  {note}" if note else ""), flush=True)
     if to == "":
         append(**given)
     elif to is not None:

@@ -15,14 +15,14 @@ a pass cannot do without, and its seconds.
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import ops, record, run
-from bench.speed import lengths, option
-from bench.synthetic_config import describe
+from bench.speed import about, lengths, option
 from lily import _core, stages
 from lily.guess import Guesser
 from lily.speed import BEST, Tokens
@@ -130,7 +130,7 @@ def reads(session: _core.Session, config: dict[str, Any], tokens: Tokens) -> Ite
         experts = distinct(layers, rows)
         read = stages.floor({**config, "experts_per_token": experts}, state.length)
         parts = [(session.fork(state), tokens[state.length :][:rows])]
-        seconds = session._time(ops.of_pass(config), 10, parts) / 10
+        seconds = sum(session._time(ops.of_pass(config), 10, parts)) / 10
         yield f"{rows} rows, distinct experts", "", experts
         yield f"{rows} rows, at least", "MB", read / 1e6
         yield f"{rows} rows, a pass", "ms", 1e3 * seconds
@@ -163,29 +163,18 @@ def main(arguments: list[str] | None = None) -> None:
         prompt = np.asarray(ids[: given.prompt], np.int32)
     if len(prompt) < max(ROWS) + 1 or given.tokens < 2 or given.rounds < 1:
         parser.error("wanted a text of some tokens, two tokens to write and a round at least")
-    options = {name: value for name, value in given.option if name not in ("device", "kernels")}
-    about = {**describe(given.directory), "device": session.device, **options}
+    facts = about(given.directory, session, dict(given.option))
     note = f"after {len(prompt)} tokens of {given.text.name if given.text else 'random ids, repeated'}"
-
-    def tell(case: str, unit: str, samples: list[float]) -> None:
-        record.keep(
-            given.record,
-            bench="speculate",
-            case=case,
-            unit=unit,
-            samples=samples,
-            options=about,
-            note=note,
-            device=session.device,
-        )
-
-    print(f"{given.directory}: {about}")
+    keep = partial(
+        record.keep, given.record, bench="speculate", note=note, options=facts, device=session.device
+    )
+    print(f"{given.directory}: {facts}")
     writer = Writer(session, prompt, given.tokens)
     for most in given.guesses:
         for case, unit, samples in gains(writer, most, given.rounds):
-            tell(case, unit, samples)
+            keep(case, unit, samples)
     for case, unit, figure in reads(session, weights.config, prompt[:256]):
-        tell(case, unit, [figure])
+        keep(case, unit, [figure])
 
 
 if __name__ == "__main__":

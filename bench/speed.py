@@ -9,8 +9,10 @@ round before the first is not counted.
 """
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,12 @@ def option(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text}")
     return name, value
+
+
+def about(directory: Path, session: _core.Session, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a record says of a session: its checkpoint, its device and its other options."""
+    rest = {name: value for name, value in options.items() if name not in ("device", "kernels")}
+    return {**describe(directory), "device": session.device, **rest}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -428,6 +428,7 @@ struct OwnBatch {
 void run_step(PySession& s, const std::string& name, int index, const Batch& batch) {
     Ops& ops = s.session->ops();
     if (name == "embed") return ops.embed(s.weights->embedding, batch);
+    if (name == "nothing") return ops.nothing();
     using Step = void (Ops::*)(const LayerWeights&, const Batch&);
     static const std::map<std::string, Step> kSteps = {
         {"gdn_in", &Ops::gdn_in},       {"gdn_mix", &Ops::gdn_mix},   {"gdn_out", &Ops::gdn_out},
@@ -448,33 +449,44 @@ void run_op(PySession& s, const std::string& name, int index,
     run_step(s, name, index, own.batch());
 }
 
-// Seconds of a list of ops, run over and over on a batch as one run of work. What the host does for a pass is
-// left out; head and sample are of the first row.
-double time_ops(PySession& s, const std::vector<std::pair<std::string, int>>& list, int times,
-                const std::vector<std::pair<State*, Tokens>>& parts) {
+// Seconds that the host was at each of a list of ops, run over and over on a batch as one run of work; the
+// last one's include the wait for a device that works on its own. What the host does for a pass is left out;
+// head and sample are of the first row.
+std::vector<double> time_ops(PySession& s, const std::vector<std::pair<std::string, int>>& list, int times,
+                             const std::vector<std::pair<State*, Tokens>>& parts) {
     const OwnBatch own(s, parts);
     Session& session = *s.session;
     Ops& ops = session.ops();
     const auto vocab = static_cast<size_t>(s.weights->config.vocab);
     const Memory logits = ops.allocate(vocab * sizeof(float));
-    const auto run = [&] {
-        for (const auto& [name, layer] : list) {
+    const auto run = [&](const auto& after_each) {
+        for (size_t i = 0; i < list.size(); ++i) {
+            const auto& [name, layer] = list[i];
             if (name == "head")
                 ops.head(*s.weights, 0, 1, reinterpret_cast<float*>(logits.get()));
             else if (name == "sample")
                 ops.sample({reinterpret_cast<const float*>(logits.get()), vocab}, {}, {});
             else
                 run_step(s, name, layer, own.batch());
+            after_each(i);
         }
     };
+    using Clock = std::chrono::steady_clock;
+    std::vector<double> seconds(list.size());
     const nb::gil_scoped_release no_gil;
     ops.begin(own.batch());
-    run();  // warms up
+    run([](size_t) {});  // warms up
     ops.finish();
-    const auto began = std::chrono::steady_clock::now();
-    for (int i = 0; i < times; ++i) run();
+    auto last = Clock::now();
+    const auto take = [&](size_t i) {
+        const auto now = Clock::now();
+        seconds[i] += std::chrono::duration<double>(now - last).count();
+        last = now;
+    };
+    for (int i = 0; i < times; ++i) run(take);
     ops.finish();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    if (!list.empty()) take(list.size() - 1);
+    return seconds;
 }
 
 // Python's Sampling(...) has the numbers as doubles and logit_bias as a dict.
@@ -788,8 +800,16 @@ void bind_session(nb::module_& m) {
             "begins.")
         .def("_run", &run_op, "op"_a, "layer"_a, "parts"_a,
              "Run one op over [(state, tokens), ...], for tests.")
-        .def("_time", &time_ops, "ops"_a, "times"_a, "parts"_a,
-             "Seconds of [(op, layer), ...] run `times` times on one batch, for benchmarks.")
+        .def(
+            "_time", &time_ops, "ops"_a, "times"_a, "parts"_a,
+            "Seconds of each of [(op, layer), ...], run `times` times on one batch, for benchmarks; the last "
+            "one's include the wait for a device.")
+        .def(
+            "_use_kernels", [](PySession& s, const std::string& file) { s.session->ops().use_kernels(file); },
+            "file"_a, "Take a CPU's kernels of a row or few from a file, for benchmarks.")
+        .def_prop_ro(
+            "_stages", [](PySession& s) { return s.session->ops().stages(); },
+            "How often the CPU's threads were called together so far; 0 on a GPU.")
         .def(
             "_advance", [](PySession&, State& state, int64_t tokens) { state.advance(tokens); }, "state"_a,
             "tokens"_a)

@@ -137,6 +137,13 @@ struct Ops {
     virtual void finish() = 0;
     virtual void drop_barrier(int64_t) {}                            // see Device
     virtual std::vector<RecordedDispatch> recorded() { return {}; }  // see Device
+    virtual void nothing() = 0;                                      // a stage without work, for benchmarks
+    // Stages so far, where the host counts them: how often its threads were called together.
+    virtual int64_t stages() const { return 0; }
+    // Takes the kernels of a row or few from a file that cpu/twin.h's defines were compiled into.
+    virtual void use_kernels(const std::string&) {
+        throw DeviceError("use_kernels: wanted a CPU, got a GPU");
+    }
 
     // The steps, in order. Each reads and writes the activations named in LILY_ACTIVATIONS.
     virtual void embed(const Linear& embedding, const Batch&) = 0;

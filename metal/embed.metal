@@ -20,6 +20,10 @@ using namespace lily;
         x[t * columns + k] = element(w, a.embedding, row, k);
 }
 
+// What a dispatch without work takes, for bench/limits.py.
+[[kernel]] void nothing(constant args::Embed&  [[buffer(0)]],
+                        device float*          [[buffer(1)]]) {}
+
 // out = W in bfloat, as a slab would hold it: for comparison with products that never write it down. A thread
 // takes a word.
 [[kernel]] void expand(constant args::Matrix& m    [[buffer(0)]],

@@ -173,7 +173,8 @@ def test_texts_of_its_own_compare_ways_to_run_the_demo() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["ablate", "layers", "limits", "load", "record", "sample", "speculate", "speed", "traffic"]
+    "program",
+    ["ablate", "layers", "limits", "load", "ops", "record", "sample", "speculate", "speed", "traffic"],
 )
 def test_what_a_program_is_given_wrong_is_one_line(program: str) -> None:
     done = subprocess.run(

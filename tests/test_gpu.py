@@ -159,6 +159,17 @@ def every_barrier_is_missed(session, base, take_in, count):
         session._finish()
 
 
+def test_dispatches_of_nothing_wait_for_each_other():
+    session = make_session("tiny", instrumented=True)
+    state = session.new_state()
+    session._recorded()
+    assert len(session._time([("nothing", 0)] * 3, 1, [(state, np.zeros(1, np.int32))])) == 3
+    stages = [dispatch.stage for dispatch in session._recorded() if dispatch.kernel == "nothing"]
+    assert len(stages) == 6  # it warms up, and waits
+    assert all(np.diff(stages)[[0, 1, 3, 4]] == 1)
+    assert session._stages == 0  # the host counts none
+
+
 def test_every_barrier_is_missed():
     """Without any one barrier of a decode step, two dispatches touch the same bytes side by side."""
     session = make_session("tiny", instrumented=True)

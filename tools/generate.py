@@ -87,8 +87,8 @@ def sweep_of_the_article(article: dict[str, Any]) -> tuple[str, list[str]]:
 def performance_page(page: str, records: Path) -> str:
     """Give the performance page with the newest record of each bench, case and options of each machine."""
     article = json.loads((Path(__file__).parent.parent / "bench" / "article.json").read_text("utf-8"))
-    for bench in ("ablate", "limits", "speculate"):
-        page = with_table(page, bench, *beside_the_article(bench, records, article[bench]))
+    for bench in ("ablate", "limits", "ops", "speculate"):
+        page = with_table(page, bench, *beside_the_article(bench, records, article.get(bench, {})))
     page = with_table(page, "sweep", *sweep_of_the_article(article))
     for bench in ("agree", "crowd", "layers", "load", "peers", "serve", "speed"):
         rows = []

@@ -63,7 +63,7 @@ class CpuOps final : public Ops {
     int recurrent_copies() const override { return 1; }
     size_t packed_bytes() const override { return panels_->bytes; }
     size_t scratch_bytes() const override { return scratch_bytes_; }
-    int grid() const override { return &steps_ == &prompts_ ? 1 : kPromptRows; }
+    int grid() const override { return steps_ == &prompts_ ? 1 : kPromptRows; }
     std::string state_order() const override { return "cpu"; }
     bool maps_files() const override { return true; }
     void clear_page(std::byte* page, int position) const override;
@@ -73,6 +73,9 @@ class CpuOps final : public Ops {
 
     void begin(const Batch&) override;
     void finish() override {}
+    void nothing() override { threads_.meet(); }
+    int64_t stages() const override { return threads_.rounds(); }
+    void use_kernels(const std::string& file) override;
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;
     void gdn_mix(const LayerWeights&, const Batch&) override;
@@ -168,8 +171,9 @@ class CpuOps final : public Ops {
     void shared_down(const MoeWeights&, const Inputs&, int rows, int64_t first, int64_t outputs);
 
     const Config c_;
-    const Kernels &steps_, &prompts_;   // of a row or few, and of prompts
-    const Kernels* kernels_ = &steps_;  // of this pass
+    const Kernels* steps_;  // of a row or few
+    const Kernels& prompts_;
+    const Kernels* kernels_ = steps_;  // of this pass
     Threads threads_;
     const std::shared_ptr<const Panels> panels_;
     const int rows_;  // the largest T

@@ -115,7 +115,7 @@ struct Rows {
     int64_t stride, last;  // bytes; a number of rows after the first
 
     LILY_INLINE const std::byte* at(int64_t lane) const {
-        return first + (lane < last ? lane : last) * stride;
+        return twin::at(first + (lane < last ? lane : last) * stride);
     }
 };
 
@@ -197,12 +197,13 @@ LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, c
 template <int D, int N, int M, class Scale>
 LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_t first, int64_t count,
                                   int64_t groups, const float* const* x, float (*sums)[kPanelLanes]) {
-    const bool ask = M <= kStreamRows && lane == 0;  // the records come from memory as fast as it gives them
+    // The records come from memory as fast as it gives them.
+    const bool ask = M <= kStreamRows && lane == 0 && twin::kAsks;
     Floats total[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + lane + n * kLanes);
     for (int64_t g = 0; g < count; ++g) {
-        const Record<Scale>& record = records[g];
+        const Record<Scale>& record = *twin::at(records + g);
         const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
         const int32_t* digits[M];
         for (int m = 0; m < M; ++m)
@@ -216,13 +217,13 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_
             if (ask)
                 for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2; half += twin::step(2)) {
                 Words weight[N];
                 for (int n = 0; n < N; ++n)
                     weight[n] =
                         load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
                 for (int m = 0; m < M; ++m)
-                    for (int p = 0; p < D; ++p) {
+                    for (int p = 0; p < D; p += twin::step(D)) {
                         const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
                         for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
                     }
@@ -303,7 +304,8 @@ struct Ahead {
     const std::byte* at;
 
     LILY_INLINE void ask(int64_t bytes) {
-        for (const std::byte* end = at + bytes; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+        for (const std::byte* end = at + bytes; at < end && twin::kAsks; at += 64)
+            __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -338,7 +340,7 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
         Words v[N][kLanes];
         for (int n = 0; n < N; ++n) {
             for (int lane = 0; lane < kLanes; ++lane)
-                v[n][lane] = words_at(q + (n * kLanes + lane) * words * 4, g0 * kGroupWords, words);
+                v[n][lane] = words_at(twin::at(q + (n * kLanes + lane) * words * 4), g0 * kGroupWords, words);
             transpose(v[n]);
         }
         next_scales.ask(N * kLanes * kTileGroups * size);
@@ -355,8 +357,8 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
                 for (int word = 0; word < kGroupWords; ++word) {
                     if (m == 0) next_words.ask(N * kLanes * 4);
 #pragma GCC unroll 2
-                    for (int half = 0; half < 2; ++half)
-                        for (int p = 0; p < D; ++p) {
+                    for (int half = 0; half < 2; half += twin::step(2))
+                        for (int p = 0; p < D; p += twin::step(D)) {
                             const Ints digit = digits[p * 16 + 2 * word + half] - Ints{};
                             for (int n = 0; n < N; ++n)
                                 part[n][p] =

@@ -8,5 +8,6 @@ const Kernels kKernelsAvx512Vnni = LILY_KERNEL_TABLE("avx512vnni", arrange_digit
 const Kernels kKernelsAvx512VnniPrompt =
     LILY_KERNEL_TABLE("avx512vnni, 2 digits", arrange_digits<2>, product_digits<2>, nullptr, nullptr, packs,
                       pack, nullptr, nullptr);
+LILY_TWIN(kKernelsAvx512Vnni)
 
 }  // namespace lily

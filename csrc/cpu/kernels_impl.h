@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/simd.h"
+#include "cpu/twin.h"
 
 namespace lily {
 namespace {
@@ -128,9 +129,9 @@ LILY_INLINE void quantised_tile(const Linear& w, int64_t row, const float* const
     const std::byte *q[R], *scales[R], *biases[R];
     Floats total[R][M];
     for (int r = 0; r < R; ++r) {
-        q[r] = w.weight.data + (row + r) * words * 4;
-        scales[r] = w.scales.data + (row + r) * scale_bytes;
-        biases[r] = w.biases.data + (row + r) * scale_bytes;
+        q[r] = twin::at(w.weight.data + (row + r) * words * 4);
+        scales[r] = twin::at(w.scales.data + (row + r) * scale_bytes);
+        biases[r] = twin::at(w.biases.data + (row + r) * scale_bytes);
         for (int m = 0; m < M; ++m) total[r][m] = Floats{};
     }
     for (int64_t c = 0; c < chunks; ++c) {
@@ -141,7 +142,7 @@ LILY_INLINE void quantised_tile(const Linear& w, int64_t row, const float* const
             for (int m = 0; m < M; ++m) part[r][m] = Floats{};
         }
 #pragma GCC unroll 8
-        for (int j = 0; j < kSlots; ++j)
+        for (int j = 0; j < kSlots; j += twin::step(kSlots))
             for (int r = 0; r < R; ++r) {
                 const Floats value = kBits == 4 ? nibble(word[r], j) : byte(word[r], j);
                 for (int m = 0; m < M; ++m)

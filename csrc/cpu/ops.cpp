@@ -1,4 +1,5 @@
 // CpuOps: its memory, the products that every step is made of, and the steps at the two ends of the model.
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <new>
+#include <string_view>
 #include <utility>
 
 #include "cpu/backend.h"
@@ -42,7 +44,7 @@ Memory map_memory(size_t bytes) {
 CpuOps::CpuOps(const Weights& weights, int threads, const Packing& packing, int rows, DType kv,
                const Kernels& steps, const Kernels& prompts)
     : c_(weights.config),
-      steps_(steps),
+      steps_(&steps),
       prompts_(prompts),
       threads_(threads),
       panels_(panels_of(weights, steps, threads_, packing)),
@@ -152,7 +154,22 @@ void CpuOps::copy(std::byte* to, const std::byte* from, size_t bytes) {
 
 void CpuOps::begin(const Batch& batch) {
     const bool prompt = batch.segments.size() == 1 && batch.segments[0].choice() >= kPromptRows;
-    kernels_ = prompt ? &prompts_ : &steps_;
+    kernels_ = prompt ? &prompts_ : steps_;
+}
+
+// The library stays: a session uses it to its end.
+void CpuOps::use_kernels(const std::string& file) {
+    void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* const symbol = library ? dlsym(library, "lily_kernels") : nullptr;
+    const auto open = reinterpret_cast<const Kernels* (*)(size_t)>(symbol);
+    const Kernels* kernels = open ? open(sizeof(Kernels)) : nullptr;
+    LILY_CHECK(DeviceError, kernels && std::string_view(kernels->name) == steps_->name,
+               "%s: wanted kernels of %s, compiled from the sources of this core, got %s", file.c_str(),
+               steps_->name,
+               kernels   ? kernels->name
+               : library ? "others"
+                         : dlerror());
+    steps_ = kernels;
 }
 
 void CpuOps::clear_page(std::byte* page, int position) const {
@@ -248,7 +265,7 @@ void CpuOps::embed(const Linear& w, const Batch& batch) {
 
 // By the kernels of a row or few in a prompt too: it is the last row's that are asked for.
 void CpuOps::head(const Weights& weights, int first, int rows, float* logits) {
-    const Kernels* of_pass = std::exchange(kernels_, &steps_);
+    const Kernels* of_pass = std::exchange(kernels_, steps_);
     const Inputs x = prepare(rows, c_.hidden, {&weights.head}, [&](int64_t r, int) {
         return norm(row(a_.x, first + r), weights.norm, normed_ + r * c_.hidden);
     });

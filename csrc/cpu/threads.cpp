@@ -98,6 +98,17 @@ void Threads::start(int64_t tasks, const void* function, Call call) {
     }
 }
 
+// Nobody's task is done before all have one, so nobody takes two.
+void Threads::meet() {
+    std::atomic<int> here{0};
+    const auto all = [&] { return here.load(std::memory_order_acquire) == count(); };
+    run(count(), kWorthSharing, [&](int64_t, int) {
+        here.fetch_add(1, std::memory_order_release);
+        while (!wait_awake(all)) {
+        }
+    });
+}
+
 // Where a thread's tasks end.
 int64_t Threads::end_of(int64_t thread) const {
     return tasks_ * (thread + 1) / static_cast<int64_t>(shares_.size());

@@ -17,6 +17,7 @@ class Threads {
     Threads& operator=(const Threads&) = delete;
 
     int count() const { return static_cast<int>(workers_.size()) + 1; }
+    int64_t rounds() const { return round_.load(std::memory_order_relaxed); }  // of tasks that were shared
 
     // Calls function(task, thread) for every task in [0, tasks), on all threads, and returns when all are
     // done. The function must not throw. Each thread takes neighbouring tasks, one after the other, as long
@@ -33,6 +34,9 @@ class Threads {
             (*static_cast<const Function*>(call))(task, thread);
         });
     }
+
+    // Has every thread come, and returns then: work that is shared, without the work.
+    void meet();
 
    private:
     using Call = void (*)(const void* function, int64_t task, int thread);

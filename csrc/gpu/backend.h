@@ -43,6 +43,7 @@ class GpuOps final : public Ops {
     std::optional<size_t> room() const override { return device_->room(); }
     void drop_barrier(int64_t number) override { device_->drop_barrier(number); }
     std::vector<RecordedDispatch> recorded() override { return device_->recorded(); }
+    void nothing() override;
 
     void embed(const Linear&, const Batch&) override;
     void gdn_in(const LayerWeights&, const Batch&) override;

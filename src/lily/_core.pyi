@@ -331,10 +331,17 @@ class Session:
     def _run(self, op: str, layer: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> None:
         """Run one op over [(state, tokens), ...], for tests."""
 
-    def _time(self, ops: Sequence[tuple[str, int]], times: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> float:
+    def _time(self, ops: Sequence[tuple[str, int]], times: int, parts: Sequence[tuple[State, Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]]]) -> list[float]:
         """
-        Seconds of [(op, layer), ...] run `times` times on one batch, for benchmarks.
+        Seconds of each of [(op, layer), ...], run `times` times on one batch, for benchmarks; the last one's include the wait for a device.
         """
+
+    def _use_kernels(self, file: str) -> None:
+        """Take a CPU's kernels of a row or few from a file, for benchmarks."""
+
+    @property
+    def _stages(self) -> int:
+        """How often the CPU's threads were called together so far; 0 on a GPU."""
 
     def _advance(self, state: State, tokens: int) -> None: ...
 

@@ -7,6 +7,7 @@ weight that a token meets, the states and the context's keys and values, once ea
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class Step:
     stages: int
     read: int
     written: int
-    floor: int  # bytes, see floor()
+    floor: int  # bytes, see floors()
 
     @property
     def ratio(self) -> float:
@@ -110,14 +111,19 @@ def contexts_of(folder: Path | None) -> list[int]:
 
 
 def floor(config: Mapping[str, Any], context: int) -> int:
-    """Return the bytes that a decode step after `context` tokens must read and write.
+    """Return the bytes that a decode step after `context` tokens must read and write; see floors()."""
+    return sum(floors(config, context).values())
 
-    What is counted, once each: the matrices of every layer but the experts that were not chosen, and the
-    head, as they are stored (MLX's affine quantisation: `bits` a number, and a scale and a bias of 16 bits
-    for every group); norms, convolution taps and dt_bias in 16 bits, A_log in 32; S in
-    float32, read and written; the convolution's last inputs in 16 bits, read and written; keys and values of
-    the context in bfloat16, read, and one token's written. Not counted: the embedding's row and whatever
-    goes from one kernel to the next, which a cache can hold.
+
+def floors(config: Mapping[str, Any], context: int) -> dict[str, int]:
+    """Return the bytes that each op must read and write in a decode step after `context` tokens.
+
+    Of all layers together, and of the ops that must any. What is counted, once each: the matrices of every
+    layer but the experts that were not chosen, and the head, as they are stored (MLX's affine quantisation:
+    `bits` a number, and a scale and a bias of 16 bits for every group); norms, convolution taps and dt_bias
+    in 16 bits, A_log in 32; S in float32, read and written; the convolution's last inputs in 16 bits, read
+    and written; keys and values of the context in bfloat16, read, and one token's written. Not counted: the
+    embedding's row and whatever goes from one kernel to the next, which a cache can hold.
     Sources: the dimensions and formats are the checkpoint's config.json; what a step consists of is
     reference.py and docs/model.md.
     """
@@ -126,26 +132,33 @@ def floor(config: Mapping[str, Any], context: int) -> int:
     queries, values = c["heads"] * c["head_dim"], c["value_heads"] * c["value_dim"]
     channels = 2 * c["key_heads"] * c["key_dim"] + values
     inputs = (c["conv_taps"] - 1) * channels
-    total = _stored(c, "lm_head", c["vocab"] * D) + 2 * D
+    chosen, shared = c["experts_per_token"] * c["expert_width"] * D, c["shared_width"] * D
+    found: Counter[str] = Counter(head=_stored(c, "lm_head", c["vocab"] * D) + 2 * D)
     for number, attention in enumerate(c["attention"]):
-        layer = f"layers.{number}."
-        chosen, shared = c["experts_per_token"] * c["expert_width"] * D, c["shared_width"] * D
-        matrices = {"mlp.gate": c["experts"] * D, "mlp.shared_expert_gate": D}
-        for name in ("gate", "up", "down"):
-            matrices |= {f"mlp.switch_mlp.{name}_proj": chosen, f"mlp.shared_expert.{name}_proj": shared}
-        total += 2 * 2 * D
+
+        def stored(op: str, counts: Mapping[str, int], layer: str = f"layers.{number}.") -> None:
+            found[op] += sum(_stored(c, layer + name, count) for name, count in counts.items())
+
         if attention:
-            matrices |= {"self_attn.q_proj": 2 * queries * D, "self_attn.o_proj": queries * D}
-            matrices |= {"self_attn.k_proj": keys * D, "self_attn.v_proj": keys * D}
-            total += 2 * 2 * c["head_dim"] + 2 * 2 * keys * (context + 1)
+            stored("attn_in", {"self_attn.q_proj": 2 * queries * D})
+            stored("attn_in", {f"self_attn.{name}_proj": keys * D for name in "kv"})
+            stored("attn_out", {"self_attn.o_proj": queries * D})
+            found["attn_in"] += 2 * D
+            found["attn_mix"] += 2 * 2 * c["head_dim"] + 2 * 2 * keys * (context + 1)
         else:
-            matrices |= {"linear_attn.in_proj_qkv": channels * D, "linear_attn.in_proj_z": values * D}
-            matrices |= {f"linear_attn.in_proj_{gate}": c["value_heads"] * D for gate in "ba"}
-            matrices["linear_attn.out_proj"] = values * D
-            total += 2 * c["value_dim"] + (4 + 2) * c["value_heads"] + 2 * c["conv_taps"] * channels
-            total += 2 * 4 * values * c["key_dim"] + 2 * 2 * inputs
-        total += sum(_stored(c, layer + name, count) for name, count in matrices.items())
-    return int(total)
+            stored("gdn_in", {"linear_attn.in_proj_qkv": channels * D, "linear_attn.in_proj_z": values * D})
+            stored("gdn_in", {f"linear_attn.in_proj_{gate}": c["value_heads"] * D for gate in "ba"})
+            stored("gdn_out", {"linear_attn.out_proj": values * D})
+            found["gdn_in"] += 2 * D
+            found["gdn_out"] += 2 * c["value_dim"]
+            found["gdn_mix"] += (4 + 2) * c["value_heads"] + 2 * c["conv_taps"] * channels
+            found["gdn_mix"] += 2 * 4 * values * c["key_dim"] + 2 * 2 * inputs
+        stored("moe_route", {"mlp.gate": c["experts"] * D, "mlp.shared_expert_gate": D})
+        stored("moe_route", {f"mlp.shared_expert.{name}_proj": shared for name in ("gate", "up")})
+        stored("moe_up", {f"mlp.switch_mlp.{name}_proj": chosen for name in ("gate", "up")})
+        stored("moe_down", {"mlp.switch_mlp.down_proj": chosen, "mlp.shared_expert.down_proj": shared})
+        found["moe_route"] += 2 * D
+    return dict(found)
 
 
 def table(steps: Sequence[Step], without: Mapping[str, Step], title: str) -> str:
