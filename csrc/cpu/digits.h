@@ -192,6 +192,36 @@ LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, c
     return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
 }
 
+// The products of a group by digits: N vectors of rows, those from `lane` on, times M rows of inputs, whose
+// digits are given. ask: whether for the records that come next, meanwhile.
+template <int D, int N, int M, class Scale>
+LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int32_t* const (&digits)[M],
+                                bool ask, Ints (&part)[M][N][D]) {
+    const auto* ahead = reinterpret_cast<const std::byte*>(&record + kRecordsAhead);
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n)
+            for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
+#pragma GCC unroll 2
+    for (int word = 0; word < kGroupWords; ++word) {
+        if (ask)
+            for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            Words weight[N];
+            for (int n = 0; n < N; ++n)
+                weight[n] =
+                    load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
+            for (int m = 0; m < M; ++m)
+                for (int p = 0; p < D; ++p) {
+                    const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
+                    for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
+                }
+        }
+    }
+    if (ask)
+        for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+}
+
 // N vectors of rows, those from `lane` on, of `count` records, the first of which is group `first`, times M
 // rows of inputs, into the sums so far.
 template <int D, int N, int M, class Scale>
@@ -203,33 +233,11 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_
         for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + lane + n * kLanes);
     for (int64_t g = 0; g < count; ++g) {
         const Record<Scale>& record = records[g];
-        const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
         const int32_t* digits[M];
         for (int m = 0; m < M; ++m)
             digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
         Ints part[M][N][D];
-        for (int m = 0; m < M; ++m)
-            for (int n = 0; n < N; ++n)
-                for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
-#pragma GCC unroll 2
-        for (int word = 0; word < kGroupWords; ++word) {
-            if (ask)
-                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                Words weight[N];
-                for (int n = 0; n < N; ++n)
-                    weight[n] =
-                        load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
-                for (int m = 0; m < M; ++m)
-                    for (int p = 0; p < D; ++p) {
-                        const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
-                        for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
-                    }
-            }
-        }
-        if (ask)
-            for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+        multiply_group(record, lane, digits, ask, part);
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
             for (int n = 0; n < N; ++n)
