@@ -23,14 +23,30 @@ struct CodePath {
 };
 
 #if defined(__aarch64__)
-// Whether integer dot products are there: FEAT_DotProd, of Armv8.2, which every Apple silicon has.
-bool has_dot_products() {
-#if defined(__linux__)
-    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-#else
+#if defined(__APPLE__)
+bool has(const char* feature) {
     int there = 0;
     size_t size = sizeof there;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there;
+    return sysctlbyname(feature, &there, &size, nullptr, 0) == 0 && there;
+}
+#endif
+
+// Whether integer dot products are there: FEAT_DotProd, of Armv8.2, which every Apple silicon has.
+bool has_dot_products() {
+#if defined(__APPLE__)
+    return has("hw.optional.arm.FEAT_DotProd");
+#else
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#endif
+}
+
+// And products of matrices of bytes: FEAT_I8MM, of Armv8.6, which Apple silicon has from the M2 on.
+bool has_matrices() {
+#if defined(__APPLE__)
+    return has_dot_products() && has("hw.optional.arm.FEAT_I8MM");
+#else
+    constexpr unsigned long kI8mm = 1 << 13;  // HWCAP2_I8MM of Linux' asm/hwcap.h, which older ones lack
+    return has_dot_products() && (getauxval(AT_HWCAP2) & kI8mm);
 #endif
 }
 #endif
@@ -52,7 +68,8 @@ std::vector<CodePath> code_paths() {
         {"avx2", &kKernelsAvx2, &kKernelsAvx2, &kKernelsAvx2, avx2},
         {"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
 #elif defined(__aarch64__)
-    return {{"neondot", &kKernelsNeonDot, &kKernelsNeonDot, &kKernelsNeonDotPrompt, has_dot_products()},
+    return {{"neoni8mm", &kKernelsNeonI8mm, &kKernelsNeonI8mm, &kKernelsNeonI8mmPrompt, has_matrices()},
+            {"neondot", &kKernelsNeonDot, &kKernelsNeonDot, &kKernelsNeonDotPrompt, has_dot_products()},
             {"neon", &kKernelsNeon, &kKernelsNeon, &kKernelsNeon, true},
             {"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
 #else

@@ -154,7 +154,7 @@ std::map<std::string, std::string> Options::values() const {
 void Options::check() const {
     one_of("device", device, "auto cpu metal cuda sim");
     one_of("kv", kv, "bf16 f32 int8");
-    one_of("simd", simd, "auto amx avx512vnni avx512 avx2 neondot neon plain");
+    one_of("simd", simd, "auto amx avx512vnni avx512 avx2 neoni8mm neondot neon plain");
     one_of("repack", repack, "auto on off");
     one_of("tiles", tiles, "auto tensor simdgroup");
     one_of("gdn_scan", gdn_scan, "auto registers packed chunked");

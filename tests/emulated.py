@@ -21,6 +21,7 @@ SYSROOT, SITE, PACKAGE = BUILD / "root", BUILD / "site", BUILD / "package"
 DEBS = ("python3-minimal", "libpython3-stdlib", "libpython3-dev", "libstdc++6")
 NUMPY = "numpy>=1.26"
 CPU = "max"  # with everything that qemu knows
+DOTS_CPU = "neoverse-n1"  # Armv8.2: integer dot products, no products of matrices of bytes
 OLD_CPU = "cortex-a72"  # Armv8.0: no integer dot products
 
 

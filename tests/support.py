@@ -22,7 +22,7 @@ CHECKPOINTS = {
 
 
 # The code paths of another machine, which are run under emulation where this one has none of them.
-EMULATED = ("neondot", "neondot packed", "neon")
+EMULATED = ("neoni8mm", "neoni8mm packed", "neondot", "neondot packed", "neon")
 
 
 @cache
@@ -38,7 +38,8 @@ def runs(simd: str) -> bool:
 @cache
 def code_paths() -> list[str]:
     """Return the code paths in float32 that this CPU can run; the plain one always can."""
-    found = [simd for simd in ("avx512vnni", "avx512", "avx2", "neondot", "neon", "plain") if runs(simd)]
+    paths = ("avx512vnni", "avx512", "avx2", "neoni8mm", "neondot", "neon", "plain")
+    found = [simd for simd in paths if runs(simd)]
     assert "plain" in found
     return found
 

@@ -12,9 +12,10 @@ from lily import _core, reference
 from support import CHECKPOINTS, can_pack, code_paths, core_of, emulated_paths, options_of
 
 LONG = [pytest.param(path, marks=pytest.mark.long) for path in emulated_paths()]
+LONG_PACKED = [path for path in LONG if f"{path.values[0]} packed" in emulated_paths()]
 PATHS = [path for simd in code_paths() for path in (simd, f"{simd} packed") if path == simd or can_pack(simd)]
 PATHS += LONG
-PACKED = [simd for simd in code_paths() if can_pack(simd)] + LONG[:1]
+PACKED = [simd for simd in code_paths() if can_pack(simd)] + LONG_PACKED
 PRODUCTS = [name for name, (_, reads, _) in OPS.items() if "state" not in reads]
 ROWS = 70  # more than the kernels take at a time
 

@@ -94,6 +94,8 @@ void arrange_digits(const float* x, int64_t columns, int bits, float* out) {
 // of such records is as large as it was; Scale is uint16_t for bfloat16.
 template <class Scale>
 struct Record {
+    template <int D>
+    static constexpr int kInputRows = kHeldSums / (kHeldRows * D);  // that share an unpacked weight
     uint32_t words[kGroupWords][kPanelLanes];
     Scale scales[kPanelLanes], biases[kPanelLanes];
 };
@@ -192,10 +194,93 @@ LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, c
     return fma(bias, splat(unit[groups]), fma(sum, scale * splat(unit[0]), total));
 }
 
+// The products of a group by digits: N vectors of rows, those from `lane` on, times M rows of inputs, whose
+// digits are given. ask: whether for the records that come next, meanwhile.
+template <int D, int N, int M, class Scale>
+LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int32_t* const (&digits)[M],
+                                bool ask, Ints (&part)[M][N][D]) {
+    const auto* ahead = reinterpret_cast<const std::byte*>(&record + kRecordsAhead);
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n)
+            for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
+#pragma GCC unroll 2
+    for (int word = 0; word < kGroupWords; ++word) {
+        if (ask)
+            for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half += twin::step(2)) {
+            Words weight[N];
+            for (int n = 0; n < N; ++n)
+                weight[n] =
+                    load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
+            for (int m = 0; m < M; ++m)
+                for (int p = 0; p < D; p += twin::step(D)) {
+                    const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
+                    for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
+                }
+        }
+    }
+    if (ask)
+        for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// A record for products of matrices: of word j of every row the weights as bytes, the even, then the odd.
+struct WideRecord {
+    template <int D>
+    static constexpr int kInputRows = 2;
+    uint32_t words[kGroupWords][kPanelLanes][2];
+    float scales[kPanelLanes], biases[kPanelLanes];
+};
+
+// The first N vectors of rows.
+template <int N, class Scale>
+LILY_INLINE void widen(const Record<Scale>& record, WideRecord& to) {
+    for (int lane = 0; lane < N * kLanes; lane += kLanes) {
+        for (int word = 0; word < kGroupWords; ++word)
+            put_nibbles(load_as<Words>(record.words[word] + lane), to.words[word][lane]);
+        store(to.scales + lane, scales_at(record.scales + lane));
+        store(to.biases + lane, scales_at(record.biases + lane));
+    }
+}
+
+// Two rows of inputs at a time times two of weights; one row alone is multiplied twice, in the same time.
+template <int D, int N, int M>
+LILY_INLINE void multiply_group(const WideRecord& record, int lane, const int32_t* const (&digits)[M], bool,
+                                Ints (&part)[M][N][D]) {
+    static_assert(M <= WideRecord::kInputRows<D>);
+    Ints sums[N][2][D];  // of rows 0 and 1, 2 and 3 of a vector: the first inputs' two, the others' two
+    for (int n = 0; n < N; ++n)
+        for (int half = 0; half < 2; ++half)
+            for (int p = 0; p < D; ++p) sums[n][half][p] = Ints{};
+#pragma GCC unroll 2
+    for (int word = 0; word < kGroupWords; ++word) {
+        Words inputs[D];
+        for (int p = 0; p < D; ++p)
+            inputs[p] = pair_of(digits[0] + p * 16 + 2 * word, digits[M - 1] + p * 16 + 2 * word);
+        for (int n = 0; n < N; ++n)
+            for (int half = 0; half < 2; ++half) {
+                const Words weight = load_as<Words>(record.words[word][lane + n * kLanes + 2 * half]);
+                for (int p = 0; p < D; ++p)
+                    sums[n][half][p] = multiply_pairs(sums[n][half][p], inputs[p], weight);
+            }
+    }
+    for (int n = 0; n < N; ++n)
+        for (int p = 0; p < D; ++p) {
+            const Words one = reinterpret_cast<Words>(sums[n][0][p]),
+                        other = reinterpret_cast<Words>(sums[n][1][p]);
+            part[0][n][p] = reinterpret_cast<Ints>(first_halves(one, other));
+            if constexpr (M == 2) part[1][n][p] = reinterpret_cast<Ints>(second_halves(one, other));
+        }
+}
+
+#endif
+
 // N vectors of rows, those from `lane` on, of `count` records, the first of which is group `first`, times M
 // rows of inputs, into the sums so far.
-template <int D, int N, int M, class Scale>
-LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_t first, int64_t count,
+template <int D, int N, int M, class AnyRecord>
+LILY_INLINE void multiply_records(const AnyRecord* records, int lane, int64_t first, int64_t count,
                                   int64_t groups, const float* const* x, float (*sums)[kPanelLanes]) {
     // The records come from memory as fast as it gives them.
     const bool ask = M <= kStreamRows && lane == 0 && twin::kAsks;
@@ -203,34 +288,12 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + lane + n * kLanes);
     for (int64_t g = 0; g < count; ++g) {
-        const Record<Scale>& record = *twin::at(records + g);
-        const auto* ahead = reinterpret_cast<const std::byte*>(records + g + kRecordsAhead);
+        const AnyRecord& record = *twin::at(records + g);
         const int32_t* digits[M];
         for (int m = 0; m < M; ++m)
             digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
         Ints part[M][N][D];
-        for (int m = 0; m < M; ++m)
-            for (int n = 0; n < N; ++n)
-                for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
-#pragma GCC unroll 2
-        for (int word = 0; word < kGroupWords; ++word) {
-            if (ask)
-                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half += twin::step(2)) {
-                Words weight[N];
-                for (int n = 0; n < N; ++n)
-                    weight[n] =
-                        load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
-                for (int m = 0; m < M; ++m)
-                    for (int p = 0; p < D; p += twin::step(D)) {
-                        const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
-                        for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
-                    }
-            }
-        }
-        if (ask)
-            for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+        multiply_group(record, lane, digits, ask, part);
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
             for (int n = 0; n < N; ++n)
@@ -244,8 +307,8 @@ LILY_INLINE void multiply_records(const Record<Scale>* records, int lane, int64_
 }
 
 // The same for fewer than M rows of inputs.
-template <int D, int N, int M, class Scale>
-LILY_INLINE void multiply_fewer(const Record<Scale>* records, int lane, int64_t first, int64_t count,
+template <int D, int N, int M, class AnyRecord>
+LILY_INLINE void multiply_fewer(const AnyRecord* records, int lane, int64_t first, int64_t count,
                                 int64_t groups, const float* const* x, int rows, float (*sums)[kPanelLanes]) {
     if constexpr (M > 1) {
         if (rows == M - 1) return multiply_records<D, N, M - 1>(records, lane, first, count, groups, x, sums);
@@ -254,17 +317,31 @@ LILY_INLINE void multiply_fewer(const Record<Scale>* records, int lane, int64_t 
 }
 
 // N vectors of rows, those that registers hold at a time, times M rows of inputs.
-template <int D, int N, class Scale>
-void multiply_rows(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+template <int D, int N, class AnyRecord>
+void multiply_rows(const AnyRecord* records, int64_t first, int64_t count, int64_t groups,
                    const float* const* x, int M, float (*sums)[kPanelLanes]) {
     constexpr int kHeld = N < kHeldRows ? N : kHeldRows;
-    constexpr int kTileRows = kHeldSums / (kHeldRows * D);  // of inputs, that share an unpacked weight
+    constexpr int kTileRows = AnyRecord::template kInputRows<D>;
     for (int lane = 0; lane < N * kLanes; lane += kHeld * kLanes) {
         int m = 0;
         for (; m + kTileRows <= M; m += kTileRows)
             multiply_records<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, sums + m);
         multiply_fewer<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, M - m, sums + m);
     }
+}
+
+// The same for the records of a panel, at most kPanelGroups.
+template <int D, int N, class Scale>
+LILY_INLINE void multiply_panel(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
+                                const float* const* x, int M, float (*sums)[kPanelLanes]) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if (M > kStreamRows) {
+        alignas(64) WideRecord wide[kPanelGroups];
+        for (int64_t g = 0; g < count; ++g) widen<N>(records[g], wide[g]);
+        return multiply_rows<D, N>(wide, first, count, groups, x, M, sums);
+    }
+#endif
+    multiply_rows<D, N>(records, first, count, groups, x, M, sums);
 }
 
 LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
@@ -293,7 +370,7 @@ void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t
             const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
             for (int n = 0; n < N && !packed; ++n)
                 take_groups<Type>(w, row + n * kLanes, end, g0, count, n * kLanes, panel);
-            multiply_rows<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
+            multiply_panel<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
         }
     }
     put(out, row - first, end - row < N * kLanes ? end - row : N * kLanes, M, sums);

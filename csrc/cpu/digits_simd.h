@@ -99,6 +99,35 @@ LILY_INLINE Words first_halves(Words low, Words high) {
         vtrn1q_u64(reinterpret_cast<uint64x2_t>(low), reinterpret_cast<uint64x2_t>(high)));
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+LILY_INLINE Words second_halves(Words low, Words high) {
+    return reinterpret_cast<Words>(
+        vtrn2q_u64(reinterpret_cast<uint64x2_t>(low), reinterpret_cast<uint64x2_t>(high)));
+}
+
+// sum + two rows of inputs times two of weights, of eight signed bytes each: the first inputs' sums, then the
+// second's.
+LILY_INLINE Ints multiply_pairs(Ints sum, Words inputs, Words weights) {
+    return reinterpret_cast<Ints>(vmmlaq_s32(reinterpret_cast<int32x4_t>(sum),
+                                             reinterpret_cast<int8x16_t>(inputs),
+                                             reinterpret_cast<int8x16_t>(weights)));
+}
+
+// Eight bytes of either row of inputs.
+LILY_INLINE Words pair_of(const int32_t* one, const int32_t* other) {
+    return reinterpret_cast<Words>(vcombine_s32(vld1_s32(one), vld1_s32(other)));
+}
+
+// The weights of each word as bytes: the even, then the odd.
+LILY_INLINE void put_nibbles(Words words, uint32_t* to) {
+    const uint32x4x2_t halves = {{reinterpret_cast<uint32x4_t>(words & 0x0f0f0f0fu),
+                                  reinterpret_cast<uint32x4_t>(words >> 4 & 0x0f0f0f0fu)}};
+    vst2q_u32(to, halves);
+}
+
+#endif
+
 #endif
 
 }  // namespace

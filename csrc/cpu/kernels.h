@@ -159,6 +159,8 @@ bool has_amx();  // and the system lets this process use it
 extern const Kernels kKernelsNeon;
 extern const Kernels kKernelsNeonDot;
 extern const Kernels kKernelsNeonDotPrompt;  // of two digits
+extern const Kernels kKernelsNeonI8mm;
+extern const Kernels kKernelsNeonI8mmPrompt;  // of two digits
 #endif
 
 }  // namespace lily
