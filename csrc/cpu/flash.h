@@ -92,6 +92,7 @@ LILY_INLINE float exponentials(float* scores, int64_t seen, float& most, float& 
 
 // Tiles 0 to 3, two of rows by two of columns, += A (2 of rows, `row` steps apart, steps) B (steps, across).
 LILY_INLINE void multiply_pair(const uint16_t* a, int64_t row, int steps, const uint16_t* b, int64_t across) {
+    before_loads();
     for (int step = 0; step < steps; ++step, a += kTileNumbers, b += across * kTileNumbers) {
         _tile_loadd(4, a, 64);
         _tile_loadd(6, b, 64);
@@ -140,6 +141,7 @@ void flash_page(FlashBlock& b, const void* keys, const void* values, int64_t cou
             if (keep != 1)
                 for (int d = 0; d < Dh; d += kLanes) store(out + i * Dh + d, load(out + i * Dh + d) * keep);
         }
+        before_loads();
         for (int tile = 0; tile < across; tile += 2) {
             float* to = out + tile * kTile;
             _tile_loadd(0, to, 4 * Dh);

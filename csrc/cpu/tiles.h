@@ -49,6 +49,11 @@ class Tiles {
         1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 };
 
+// gcc 12's _tile_loadd does not say that it reads memory: what is written there stays before this.
+LILY_INLINE void before_loads() {
+    asm volatile("" ::: "memory");
+}
+
 LILY_INLINE __m512i bf16_pair(Floats low, Floats high) {
     return reinterpret_cast<__m512i>(
         _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
@@ -182,6 +187,7 @@ LILY_INLINE void unpack_unit(const Source& source, int64_t slab, int unit, uint1
 template <int kBlocksAtOnce, class Between>
 LILY_INLINE void multiply_slab(const uint16_t* w, const uint16_t* x, int64_t block, int steps,
                                const Between& between) {
+    before_loads();
     for (int step = 0; step < steps; ++step, w += 2 * kTileNumbers, x += kTileNumbers) {
         _tile_loadd(4, w, 64);
         _tile_loadd(6, x, 64);
@@ -209,6 +215,7 @@ LILY_INLINE void clear_sums() {
 
 LILY_INLINE void load_sums(bool first, bool two, const float (*sums)[2][kTile * kTile]) {
     if (first) return clear_sums();
+    before_loads();
     _tile_loadd(0, sums[0][0], 64);
     _tile_loadd(1, sums[0][1], 64);
     if (!two) return;
