@@ -64,8 +64,8 @@ std::vector<CodePath> code_paths() {
         {"amx", &kKernelsAvx512Vnni, &kKernelsAmxPrompt, &kKernelsAmxPrompt, vnni && has_amx()},
 #endif
         {"avx512vnni", &kKernelsAvx512Vnni, &kKernelsAvx512Vnni, &kKernelsAvx512VnniPrompt, vnni},
-        {"avx512", &kKernelsAvx512, &kKernelsAvx512, &kKernelsAvx512, avx512},
-        {"avx2", &kKernelsAvx2, &kKernelsAvx2, &kKernelsAvx2, avx2},
+        {"avx512", &kKernelsAvx512, &kKernelsAvx512, &kKernelsAvx512Prompt, avx512},
+        {"avx2", &kKernelsAvx2, &kKernelsAvx2, &kKernelsAvx2Prompt, avx2},
         {"plain", &kKernelsPlain, &kKernelsPlain, &kKernelsPlain, true}};
 #elif defined(__aarch64__)
     return {{"neoni8mm", &kKernelsNeonI8mm, &kKernelsNeonI8mm, &kKernelsNeonI8mmPrompt, has_matrices()},

@@ -19,9 +19,9 @@ namespace lily {
     X(int,          checkpoint_tokens, 2048, "Prefixes: tokens between the checkpoints that rollback goes on from, of which a prefix keeps 8 at most; 0 keeps none.") \
     X(std::string,  kv,            "bf16",  "Type that keys and values are kept in: bf16, f32, or int8 with a scale a row.")                    \
     X(std::string,  simd,          "auto",  "CPU code path: auto, amx (which rounds prompts to bfloat16), avx512vnni, avx512, avx2, neoni8mm, neondot, neon or plain.")                                  \
-    X(std::string,  repack,        "auto",  "CPU, amx, avx512vnni, neondot and neoni8mm: whether 4-bit matrices are kept in the order that is read fastest, in place of the file's pages: on, off, or auto, if they have 1 GiB or more and memory allows.") \
+    X(std::string,  repack,        "auto",  "CPU, all but neon and plain: whether 4-bit matrices are kept in the order that is read fastest, in place of the file's pages: on, off, or auto, if they have 1 GiB or more and memory allows.") \
     X(std::string,  repack_cache,  "",      "CPU: folder where matrices in that order are kept in a file, as large as they are, which later loads map instead of packing; beside is the checkpoint's own folder, nothing keeps none.") \
-    X(int,          prefill_digits, 3,      "CPU prefill, avx512vnni, neondot and neoni8mm: digits of 8 bits that inputs are multiplied in: 3 are float32's worth and give a prompt the bits of single steps, 2 are a third faster.") \
+    X(int,          prefill_digits, 3,      "CPU prefill, all but amx, neon and plain: digits of 8 bits that inputs are multiplied in: 3 are float32's worth and give a prompt the bits of single steps, 2 are a third faster.") \
     X(std::string,  kernels,       "",      "File of GPU kernels instead of the package's: for sim by `make kernels`, which it needs; for cuda by `make ptx`.")  \
     X(int,          resident_seconds, 180,  "Metal: seconds after the last answer for which the model stays in memory that is wired; 0 leaves that to the system.") \
     X(bool,         gqa_packing,   true,    "GPU decode: eight query heads share each load of keys and values.")        \

@@ -67,16 +67,21 @@ def metal(instrumented: bool = False, source: bool = False) -> str:
 def backends() -> list[str]:
     """Return every way to run a model here: the CPU's code paths, and the GPU kernels in the simulator.
 
+    Of the code paths that keep matrices in an order of their own only the best does; see packed_paths().
+
     Where LILY_PTX names the kernels compiled for NVIDIA GPUs (`make ptx`), also those, on the GPU that must
     then be there.
     """
     gpus = [] if rungs.why_left_out("metal") else ["sim"]
     gpus += ["cuda"] if "LILY_PTX" in os.environ else []
-    cpus = [
-        path for simd in code_paths() for path in (simd, f"{simd} packed") if can_pack(simd) or path == simd
-    ]
+    cpus = [*code_paths(), *packed_paths()[:1]]
     cpus += ["amx tiles"] if runs("amx") else []
     return [*cpus, *(f"{gpu} {kind}" for gpu in gpus for kind in ("rows", "tiles"))]
+
+
+def packed_paths() -> list[str]:
+    """Return the code paths here that keep matrices in an order of their own, doing so; the best first."""
+    return [f"{simd} packed" for simd in code_paths() if can_pack(simd)]
 
 
 def emulated_paths() -> list[str]:

@@ -63,7 +63,14 @@ def test_logits_and_states_are_mlx_lms(preset, simd, style, tmp_path):
 @pytest.mark.unsanitized  # 5,120 positions on every code path
 @pytest.mark.parametrize(
     ("simd", "digits"),
-    [*((simd, "3") for simd in code_paths()), *((simd, "2") for simd in code_paths() if can_pack(simd))],
+    [
+        *((simd, "3") for simd in code_paths()),
+        *(
+            pytest.param(simd, "2", marks=[] if simd == code_paths()[0] else pytest.mark.long)
+            for simd in code_paths()
+            if can_pack(simd)
+        ),
+    ],
 )
 def test_demo_agrees_with_mlx_lm_over_a_text(simd, digits, record_testsuite_property):
     """The precision contract for float32 activations, keys and values in bf16, over 5,120 positions."""

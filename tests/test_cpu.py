@@ -6,24 +6,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import checkpoint_maker as maker
 from bench import load, synthetic
 from cases import OPS, Case, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, can_pack, code_paths, core_of, emulated_paths, options_of
+from support import (
+    CHECKPOINTS,
+    can_pack,
+    code_paths,
+    compare,
+    core_of,
+    emulated_paths,
+    options_of,
+    packed_paths,
+)
 
-LONG = [pytest.param(path, marks=pytest.mark.long) for path in emulated_paths()]
-LONG_PACKED = [path for path in LONG if f"{path.values[0]} packed" in emulated_paths()]
-PATHS = [path for simd in code_paths() for path in (simd, f"{simd} packed") if path == simd or can_pack(simd)]
-PATHS += LONG
-PACKED = [simd for simd in code_paths() if can_pack(simd)] + LONG_PACKED
+EMULATED = [pytest.param(path, marks=pytest.mark.long) for path in emulated_paths()]
+LONG = [*EMULATED, *(pytest.param(path, marks=pytest.mark.long) for path in packed_paths()[1:])]
+PATHS = [*code_paths(), *packed_paths()[:1], *LONG]
+PACKED = [simd for simd in code_paths() if can_pack(simd)]
+PACKED += [path for path in EMULATED if f"{path.values[0]} packed" in emulated_paths()]
 PRODUCTS = [name for name, (_, reads, _) in OPS.items() if "state" not in reads]
 ROWS = 70  # more than the kernels take at a time
 
 
-def session_of(path: str, checkpoint: str = "small") -> _core.Session:
+def session_of(path: str, checkpoint: Path = CHECKPOINTS["small"]) -> _core.Session:
     options = options_of(path) | {"kv": "f32", "prefill_chunk": "128", "threads": "2"}
     core = core_of(path)
-    return core.Session(core.Weights(str(CHECKPOINTS[checkpoint])), options)
+    return core.Session(core.Weights(str(checkpoint)), options)
 
 
 def outputs(session: _core.Session, op: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -93,6 +103,23 @@ def test_inputs_of_any_size(path: str, size: float | str) -> None:
     assert (np.abs(got - want) <= 1e-6 * scale * norms).all()
 
 
+@pytest.mark.parametrize("digits", [(126, -128, -128), (-126, -128, -128), (126, 127, 127)], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_the_largest_sums_fit(path: str, digits: tuple[int, int, int], tmp_path: Path) -> None:
+    """Every weight is 15, and every input's digits are as far from zero as they get."""
+    checkpoint = maker.made().copy()
+    name = f"{maker.PREFIX}layers.3.self_attn.o_proj.weight"
+    stored = checkpoint.tensors[name]
+    checkpoint.tensors[name] = stored._replace(array=np.full_like(stored.array, 0xFFFFFFFF))
+    folder = maker.write(tmp_path / "model", checkpoint)
+    model = reference.Model(folder)
+    value = (digits[0] * 2**16 + digits[1] * 2**8 + digits[2]) / 2**22
+    y = np.full((3, model.config.heads * model.config.head_dim), value, np.float32)
+    x = np.zeros((3, model.config.hidden), np.float32)
+    got = outputs(session_of(path, folder), "attn_out", {"x": x, "y": y})["x"]
+    compare("x", got, reference.attn_out(model.layers[3], x.astype(np.float64), y.astype(np.float64)), 1e-6)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_not_finite_shows(path: str, value: float) -> None:
@@ -106,7 +133,9 @@ def test_what_is_not_finite_shows(path: str, value: float) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status, which Linux has")
 @pytest.mark.unsanitized
-@pytest.mark.skipif(not any(map(can_pack, code_paths())), reason="packing is for CPUs with AVX-512 VNNI")
+@pytest.mark.skipif(
+    not any(map(can_pack, code_paths())), reason="packing is for AVX2 or integer dot products"
+)
 def test_packed_matrices_take_the_place_of_the_files_pages(tmp_path: Path) -> None:
     written = synthetic.write(tmp_path / "checkpoint", layers=2, experts=64, vocab=1024)
     before = load.process_memory()["VmRSS"]
@@ -133,7 +162,9 @@ def prompt_session(checkpoint: str, digits: int, **options: str) -> _core.Sessio
     return _core.Session(weights, given | options)
 
 
-two_digits = pytest.mark.skipif(not any(map(can_pack, code_paths())), reason="is for CPUs with AVX-512 VNNI")
+two_digits = pytest.mark.skipif(
+    not any(map(can_pack, code_paths())), reason="is for AVX2 or integer dot products"
+)
 
 
 @two_digits

@@ -8,7 +8,16 @@ import pytest
 import rungs
 from cases import OPS, Case, Draw, cases, draws, inputs
 from lily import _core, reference
-from support import CHECKPOINTS, backends, compare, core_of, emulated_paths, kernels, options_of
+from support import (
+    CHECKPOINTS,
+    backends,
+    compare,
+    core_of,
+    emulated_paths,
+    kernels,
+    options_of,
+    packed_paths,
+)
 
 # Of the largest value. Float32 sums of some thousand products; in matrix tiles, operands are bfloat16.
 CPU, TOLERANCE, TILES = 1e-5, 2e-5, 2e-2
@@ -25,7 +34,10 @@ def models():
 
 METAL = [] if rungs.why_left_out("metal") else ["metal rows", "metal tiles"]
 AMX = ["amx packed tiles"] if "amx tiles" in backends() else []
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in (*METAL, *emulated_paths(), *AMX)]
+LONG = [
+    pytest.param(name, marks=pytest.mark.long)
+    for name in (*METAL, *packed_paths()[1:], *emulated_paths(), *AMX)
+]
 
 
 @pytest.fixture(scope="module", params=[*backends(), *LONG])

@@ -13,7 +13,7 @@ from lily import _core
 from support import CHECKPOINTS, can_pack, code_paths
 
 PACKING = [simd for simd in code_paths() if can_pack(simd)]
-pytestmark = pytest.mark.skipif(not PACKING, reason="packing is for CPUs with integer dot products")
+pytestmark = pytest.mark.skipif(not PACKING, reason="packing is for AVX2 or integer dot products")
 HEADER = 4096
 TOKENS = np.arange(40, dtype=np.int32)
 

@@ -1,8 +1,9 @@
-// Products with matrices of 4 bits by the machine's integer dot products, as exact as float32 ones.
+// Products with matrices of 4 bits by the machine's products of bytes, as exact as float32 ones.
 //
 // A group of 64 inputs becomes integers of 24 bits times a power of two, and those three signed digits of 8
 // bits. A weight is an integer from 0 to 15, so digit times weight sums exactly in 32 bits, four products an
-// instruction where a float32 multiplication is one: three digits cost less than one float32 input. The only
+// instruction, or two where sums take one of their own, where a float32 multiplication is one: three digits
+// cost less than one float32 input, whose weights first have to become floats. The only
 // roundings are the inputs' (2^-23 of the group's largest) and one addition a group. Two digits, for prompts
 // where the option says so, round inputs to 2^-15 of the group's largest: finer than bfloat16's 2^-9.
 //
@@ -25,11 +26,13 @@ constexpr int kScaleGroups = 2 * kLanes;               // groups whose scales ar
 constexpr int kPanelGroups = kLanes < 8 ? kLanes : 8;  // groups whose words are
 constexpr int kPanelLanes = kPackRows;                 // rows in a panel
 constexpr int kPanelRows = kPanelLanes / kLanes;       // vectors of them
-// Vectors of rows whose sums registers hold: a quarter as long, twice as many.
-constexpr int kHeldRows = kLanes == 16 ? 2 : 4;
-constexpr int kHeldSums = 24;     // of the machine's 32 registers; the others hold weights and a digit
-constexpr int kStreamRows = 2;    // up to which products are as fast as memory gives weights
-constexpr int kRecordsAhead = 4;  // that are asked for before they are used
+// Vectors of rows whose sums registers hold, and those sums: of 32 registers, but AVX2 has 16. The others
+// hold weights and a digit.
+constexpr int kHeldRows = kLanes == 16 ? 2 : kLanes == 8 ? 1 : 4;
+constexpr int kHeldSums = kLanes == 8 ? 9 : 24;
+constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
+constexpr int kStreamVectors = 2;         // of rows that are then multiplied together
+constexpr int kRecordsAhead = 4;          // that are asked for before they are used
 constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
 
 // Of a row of inputs: per group the three digits of its 64 inputs, highest first; then the groups' scales;
@@ -203,22 +206,31 @@ LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n)
             for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
-#pragma GCC unroll 2
-    for (int word = 0; word < kGroupWords; ++word) {
-        if (ask)
-            for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half += twin::step(2)) {
-            Words weight[N];
+    for (int first = 0; first < kGroupWords; first += kSumWords) {
+        Sums sums[M][N][D];
+        for (int m = 0; m < M; ++m)
             for (int n = 0; n < N; ++n)
-                weight[n] =
-                    load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
-            for (int m = 0; m < M; ++m)
-                for (int p = 0; p < D; p += twin::step(D)) {
-                    const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
-                    for (int n = 0; n < N; ++n) part[m][n][p] = dot4(part[m][n][p], weight[n], digit);
-                }
+                for (int p = 0; p < D; ++p) sums[m][n][p] = Sums{};
+#pragma GCC unroll 2
+        for (int word = first; word < first + kSumWords; ++word) {
+            if (ask)
+                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half += twin::step(2)) {
+                Words weight[N];
+                for (int n = 0; n < N; ++n)
+                    weight[n] =
+                        load_as<Words>(record.words[word] + lane + n * kLanes) >> (4 * half) & 0x0f0f0f0fu;
+                for (int m = 0; m < M; ++m)
+                    for (int p = 0; p < D; p += twin::step(D)) {
+                        const Ints digit = digits[m][p * 16 + 2 * word + half] - Ints{};
+                        for (int n = 0; n < N; ++n) sums[m][n][p] = dot4(sums[m][n][p], weight[n], digit);
+                    }
+            }
         }
+        for (int m = 0; m < M; ++m)
+            for (int n = 0; n < N; ++n)
+                for (int p = 0; p < D; ++p) part[m][n][p] += widened(sums[m][n][p]);
     }
     if (ask)
         for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
@@ -430,18 +442,26 @@ void digits_stream(const Linear& w, int64_t row, int64_t first, const float* con
                 Ints part[N][D];
                 for (int n = 0; n < N; ++n)
                     for (int p = 0; p < D; ++p) part[n][p] = Ints{};
-#pragma GCC unroll 8
-                for (int word = 0; word < kGroupWords; ++word) {
-                    if (m == 0) next_words.ask(N * kLanes * 4);
 #pragma GCC unroll 2
-                    for (int half = 0; half < 2; half += twin::step(2))
-                        for (int p = 0; p < D; p += twin::step(D)) {
-                            const Ints digit = digits[p * 16 + 2 * word + half] - Ints{};
-                            for (int n = 0; n < N; ++n)
-                                part[n][p] =
-                                    dot4(part[n][p], v[n][g * kGroupWords + word] >> (4 * half) & 0x0f0f0f0fu,
-                                         digit);
-                        }
+                for (int begin = 0; begin < kGroupWords; begin += kSumWords) {
+                    Sums sums[N][D];
+                    for (int n = 0; n < N; ++n)
+                        for (int p = 0; p < D; ++p) sums[n][p] = Sums{};
+#pragma GCC unroll 8
+                    for (int word = begin; word < begin + kSumWords; ++word) {
+                        if (m == 0) next_words.ask(N * kLanes * 4);
+#pragma GCC unroll 2
+                        for (int half = 0; half < 2; half += twin::step(2))
+                            for (int p = 0; p < D; p += twin::step(D)) {
+                                const Ints digit = digits[p * 16 + 2 * word + half] - Ints{};
+                                for (int n = 0; n < N; ++n)
+                                    sums[n][p] =
+                                        dot4(sums[n][p],
+                                             v[n][g * kGroupWords + word] >> (4 * half) & 0x0f0f0f0fu, digit);
+                            }
+                    }
+                    for (int n = 0; n < N; ++n)
+                        for (int p = 0; p < D; ++p) part[n][p] += widened(sums[n][p]);
                 }
                 for (int n = 0; n < N; ++n)
                     total[m][n] = add_group(part[n], load(scales[scale + g] + n * kLanes),
@@ -462,9 +482,10 @@ void digits_of(const Linear& w, const std::byte* panels, int64_t first, int64_t 
     const int64_t end = first + outputs;
     int64_t row = first;
     if constexpr (kLanes >= kGroupWords)  // a tile of words is a group's or several
-        for (; M <= kStreamRows && !panels && row + kPanelLanes <= end; row += kPanelLanes) {
-            if (M == 1) digits_stream<D, kPanelRows, 1, Type>(w, row, first, x, out);
-            if (M == 2) digits_stream<D, kPanelRows, 2, Type>(w, row, first, x, out);
+        for (constexpr int64_t kRows = kStreamVectors * kLanes;
+             M <= kStreamRows && !panels && row + kRows <= end; row += kRows) {
+            if (M == 1) digits_stream<D, kStreamVectors, 1, Type>(w, row, first, x, out);
+            if (M == 2) digits_stream<D, kStreamVectors, 2, Type>(w, row, first, x, out);
         }
     for (; end - row > kPanelLanes / 2; row += kPanelLanes)
         digits_block<D, kPanelRows, Type>(w, panels, row, end, first, x, M, out);
@@ -497,4 +518,9 @@ void product_digits(const Linear& w, const std::byte* panels, int64_t first, int
 }
 
 }  // namespace
+
+#define LILY_DIGITS_TABLE(title, digits)                                                                    \
+    LILY_KERNEL_TABLE(title, arrange_digits<digits>, product_digits<digits>, nullptr, nullptr, packs, pack, \
+                      nullptr, nullptr)
+
 }  // namespace lily

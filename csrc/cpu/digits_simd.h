@@ -1,21 +1,77 @@
-// What digits.h asks of a machine with integer dot products: one section a machine.
+// What digits.h asks of a machine: sums of products of bytes, and words put in place. One section a machine
+// for each.
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "cpu/simd.h"
 
 namespace lily {
 namespace {
 
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+
+// Sums: of a lane's products, in 32 bits where the machine has integer dot products, else in 16, two a lane.
+// dot4: sums + the products of four unsigned and four signed bytes a lane, the unsigned at most 15.
+// widened: sums in 32 bits a lane.
 #if defined(__AVX512VNNI__)
 
-// sum + the products of four unsigned and four signed bytes a lane, the unsigned at most 15.
-LILY_INLINE Ints dot4(Ints sum, Words weights, Ints digits) {
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
+typedef Ints Sums;
+
+LILY_INLINE Sums dot4(Sums sums, Words weights, Ints digits) {
+    return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums),
                                                       reinterpret_cast<__m512i>(weights),
                                                       reinterpret_cast<__m512i>(digits)));
 }
+
+#elif defined(__AVX512F__)
+
+typedef Shorts Sums;
+
+LILY_INLINE Sums dot4(Sums sums, Words weights, Ints digits) {
+    return sums + reinterpret_cast<Sums>(_mm512_maddubs_epi16(reinterpret_cast<__m512i>(weights),
+                                                              reinterpret_cast<__m512i>(digits)));
+}
+
+LILY_INLINE Ints widened(Shorts sums) {
+    return reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(sums), _mm512_set1_epi16(1)));
+}
+
+#elif defined(__AVX2__)
+
+typedef Shorts Sums;
+
+LILY_INLINE Sums dot4(Sums sums, Words weights, Ints digits) {
+    return sums + reinterpret_cast<Sums>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights),
+                                                              reinterpret_cast<__m256i>(digits)));
+}
+
+LILY_INLINE Ints widened(Shorts sums) {
+    return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(sums), _mm256_set1_epi16(1)));
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+typedef Ints Sums;
+
+LILY_INLINE Sums dot4(Sums sums, Words weights, Ints digits) {
+    return reinterpret_cast<Sums>(vdotq_s32(reinterpret_cast<int32x4_t>(sums),
+                                            reinterpret_cast<int8x16_t>(weights),
+                                            reinterpret_cast<int8x16_t>(digits)));
+}
+
+#endif
+
+LILY_INLINE Ints widened(Ints sums) {
+    return sums;
+}
+
+// Words of weights whose products may be summed so. Of four words, a sum of 16 bits has 16 products of at
+// most 15 * 128.
+constexpr int kSumWords = std::is_same_v<Sums, Ints> ? 8 : 4;
+
+#if defined(__AVX512F__)
 
 // The lowest bytes of inputs [i, i + kLanes) of a group, to their places among a digit's: per word of eight
 // the even inputs, then the odd.
@@ -63,13 +119,50 @@ LILY_INLINE Words first_halves(Words low, Words high) {
                                                               reinterpret_cast<__m512i>(high), 0x44));
 }
 
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else
 
-LILY_INLINE Ints dot4(Ints sum, Words weights, Ints digits) {
-    return reinterpret_cast<Ints>(vdotq_s32(reinterpret_cast<int32x4_t>(sum),
-                                            reinterpret_cast<int8x16_t>(weights),
-                                            reinterpret_cast<int8x16_t>(digits)));
+LILY_INLINE Words load_first(const std::byte* from, int64_t bytes) {
+    if (bytes >= static_cast<int64_t>(sizeof(Words))) return load_as<Words>(from);
+    Words v = Words{};
+    std::memcpy(&v, from, static_cast<size_t>(bytes));
+    return v;
 }
+
+#if defined(__AVX2__)
+
+LILY_INLINE void put_digits(Ints digit, int8_t* to, int i) {
+    // Either half of the register to its places: even inputs first, four bytes behind them the odd.
+    const __m256i order = _mm256_setr_epi8(0, 8, -1, -1, 4, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                           -1, -1, 0, 8, -1, -1, 4, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i bytes = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(digit), order);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + i),
+                     _mm_or_si128(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+
+LILY_INLINE void transpose(Words (&v)[kLanes]) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = reinterpret_cast<__m256i>(v[i]);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)  // a[i + j]: word j of each half, of rows i to i + 3
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; ++j) {
+        v[j] = reinterpret_cast<Words>(_mm256_permute2x128_si256(a[j], a[4 + j], 0x20));
+        v[4 + j] = reinterpret_cast<Words>(_mm256_permute2x128_si256(a[j], a[4 + j], 0x31));
+    }
+}
+
+LILY_INLINE Words first_halves(Words low, Words high) {
+    return reinterpret_cast<Words>(
+        _mm256_permute2x128_si256(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high), 0x20));
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
 
 LILY_INLINE void put_digits(Ints digit, int8_t* to, int i) {
     to += i / 8 * 8 + i % 8 / 2;
@@ -85,13 +178,6 @@ LILY_INLINE void transpose(Words (&v)[kLanes]) {
         v[j] = put(vtrn1q_u64(as_pairs(a.val[j]), as_pairs(b.val[j])));
         v[2 + j] = put(vtrn2q_u64(as_pairs(a.val[j]), as_pairs(b.val[j])));
     }
-}
-
-LILY_INLINE Words load_first(const std::byte* from, int64_t bytes) {
-    if (bytes >= static_cast<int64_t>(sizeof(Words))) return load_as<Words>(from);
-    Words v = Words{};
-    std::memcpy(&v, from, static_cast<size_t>(bytes));
-    return v;
 }
 
 LILY_INLINE Words first_halves(Words low, Words high) {
@@ -128,6 +214,7 @@ LILY_INLINE void put_nibbles(Words words, uint32_t* to) {
 
 #endif
 
+#endif
 #endif
 
 }  // namespace

@@ -148,7 +148,9 @@ struct Kernels {
 extern const Kernels kKernelsPlain;
 #if defined(__x86_64__)
 extern const Kernels kKernelsAvx2;
+extern const Kernels kKernelsAvx2Prompt;  // of two digits
 extern const Kernels kKernelsAvx512;
+extern const Kernels kKernelsAvx512Prompt;  // of two digits
 extern const Kernels kKernelsAvx512Vnni;
 extern const Kernels kKernelsAvx512VnniPrompt;  // of two digits
 #if defined(__linux__)

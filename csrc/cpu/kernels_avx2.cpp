@@ -1,9 +1,9 @@
 // The kernels compiled for AVX2 and FMA.
-#include "cpu/kernels_impl.h"
+#include "cpu/digits.h"
 
 namespace lily {
 
-const Kernels kKernelsAvx2 =
-    LILY_KERNEL_TABLE("avx2", arrange, product, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+const Kernels kKernelsAvx2 = LILY_DIGITS_TABLE("avx2", 3);
+const Kernels kKernelsAvx2Prompt = LILY_DIGITS_TABLE("avx2, 2 digits", 2);
 
 }  // namespace lily

@@ -3,11 +3,8 @@
 
 namespace lily {
 
-const Kernels kKernelsAvx512Vnni = LILY_KERNEL_TABLE("avx512vnni", arrange_digits<3>, product_digits<3>,
-                                                     nullptr, nullptr, packs, pack, nullptr, nullptr);
-const Kernels kKernelsAvx512VnniPrompt =
-    LILY_KERNEL_TABLE("avx512vnni, 2 digits", arrange_digits<2>, product_digits<2>, nullptr, nullptr, packs,
-                      pack, nullptr, nullptr);
+const Kernels kKernelsAvx512Vnni = LILY_DIGITS_TABLE("avx512vnni", 3);
+const Kernels kKernelsAvx512VnniPrompt = LILY_DIGITS_TABLE("avx512vnni, 2 digits", 2);
 LILY_TWIN(kKernelsAvx512Vnni)
 
 }  // namespace lily

@@ -4,10 +4,7 @@
 
 namespace lily {
 
-const Kernels kKernelsNeonDot = LILY_KERNEL_TABLE("neondot", arrange_digits<3>, product_digits<3>, nullptr,
-                                                  nullptr, packs, pack, nullptr, nullptr);
-const Kernels kKernelsNeonDotPrompt =
-    LILY_KERNEL_TABLE("neondot, 2 digits", arrange_digits<2>, product_digits<2>, nullptr, nullptr, packs,
-                      pack, nullptr, nullptr);
+const Kernels kKernelsNeonDot = LILY_DIGITS_TABLE("neondot", 3);
+const Kernels kKernelsNeonDotPrompt = LILY_DIGITS_TABLE("neondot, 2 digits", 2);
 
 }  // namespace lily

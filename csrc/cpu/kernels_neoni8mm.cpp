@@ -5,10 +5,7 @@
 
 namespace lily {
 
-const Kernels kKernelsNeonI8mm = LILY_KERNEL_TABLE("neoni8mm", arrange_digits<3>, product_digits<3>, nullptr,
-                                                   nullptr, packs, pack, nullptr, nullptr);
-const Kernels kKernelsNeonI8mmPrompt =
-    LILY_KERNEL_TABLE("neoni8mm, 2 digits", arrange_digits<2>, product_digits<2>, nullptr, nullptr, packs,
-                      pack, nullptr, nullptr);
+const Kernels kKernelsNeonI8mm = LILY_DIGITS_TABLE("neoni8mm", 3);
+const Kernels kKernelsNeonI8mmPrompt = LILY_DIGITS_TABLE("neoni8mm, 2 digits", 2);
 
 }  // namespace lily
