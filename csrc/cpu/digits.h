@@ -198,11 +198,11 @@ LILY_INLINE Floats add_group(const Ints (&part)[D], Floats scale, Floats bias, c
 }
 
 // The products of a group by digits: N vectors of rows, those from `lane` on, times M rows of inputs, whose
-// digits are given. ask: whether for the records that come next, meanwhile.
+// digits are given. ahead: the record that memory is asked for meanwhile, or null.
 template <int D, int N, int M, class Scale>
 LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int32_t* const (&digits)[M],
-                                bool ask, Ints (&part)[M][N][D]) {
-    const auto* ahead = reinterpret_cast<const std::byte*>(&record + kRecordsAhead);
+                                const Record<Scale>* ahead, Ints (&part)[M][N][D]) {
+    const auto* lines = reinterpret_cast<const std::byte*>(ahead);
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n)
             for (int p = 0; p < D; ++p) part[m][n][p] = Ints{};
@@ -213,8 +213,8 @@ LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int
                 for (int p = 0; p < D; ++p) sums[m][n][p] = Sums{};
 #pragma GCC unroll 2
         for (int word = first; word < first + kSumWords; ++word) {
-            if (ask)
-                for (int line = 0; line < 2; ++line) __builtin_prefetch(ahead + (2 * word + line) * 64);
+            if (ahead)
+                for (int line = 0; line < 2; ++line) __builtin_prefetch(lines + (2 * word + line) * 64);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half += twin::step(2)) {
                 Words weight[N];
@@ -232,8 +232,8 @@ LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int
             for (int n = 0; n < N; ++n)
                 for (int p = 0; p < D; ++p) part[m][n][p] += widened(sums[m][n][p]);
     }
-    if (ask)
-        for (int line = 16; line < 18; ++line) __builtin_prefetch(ahead + line * 64);
+    if (ahead)
+        for (int line = 16; line < 18; ++line) __builtin_prefetch(lines + line * 64);
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -259,8 +259,8 @@ LILY_INLINE void widen(const Record<Scale>& record, WideRecord& to) {
 
 // Two rows of inputs at a time times two of weights; one row alone is multiplied twice, in the same time.
 template <int D, int N, int M>
-LILY_INLINE void multiply_group(const WideRecord& record, int lane, const int32_t* const (&digits)[M], bool,
-                                Ints (&part)[M][N][D]) {
+LILY_INLINE void multiply_group(const WideRecord& record, int lane, const int32_t* const (&digits)[M],
+                                const WideRecord*, Ints (&part)[M][N][D]) {
     static_assert(M <= WideRecord::kInputRows<D>);
     Ints sums[N][2][D];  // of rows 0 and 1, 2 and 3 of a vector: the first inputs' two, the others' two
     for (int n = 0; n < N; ++n)
@@ -290,12 +290,12 @@ LILY_INLINE void multiply_group(const WideRecord& record, int lane, const int32_
 #endif
 
 // N vectors of rows, those from `lane` on, of `count` records, the first of which is group `first`, times M
-// rows of inputs, into the sums so far.
+// rows of inputs, into the sums so far. ahead: how many records further on memory is asked for; 0 for none.
 template <int D, int N, int M, class AnyRecord>
 LILY_INLINE void multiply_records(const AnyRecord* records, int lane, int64_t first, int64_t count,
-                                  int64_t groups, const float* const* x, float (*sums)[kPanelLanes]) {
-    // The records come from memory as fast as it gives them.
-    const bool ask = M <= kStreamRows && lane == 0 && twin::kAsks;
+                                  int64_t groups, const float* const* x, float (*sums)[kPanelLanes],
+                                  int64_t ahead) {
+    const bool ask = ahead != 0 && lane == 0 && twin::kAsks;
     Floats total[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) total[m][n] = load(sums[m] + lane + n * kLanes);
@@ -305,7 +305,7 @@ LILY_INLINE void multiply_records(const AnyRecord* records, int lane, int64_t fi
         for (int m = 0; m < M; ++m)
             digits[m] = reinterpret_cast<const int32_t*>(x[m] + (first + g) * kGroupFloats);
         Ints part[M][N][D];
-        multiply_group(record, lane, digits, ask, part);
+        multiply_group(record, lane, digits, ask ? records + g + ahead : nullptr, part);
         for (int m = 0; m < M; ++m) {
             const float* unit = scales_of(x[m], groups) + first + g;
             for (int n = 0; n < N; ++n)
@@ -321,39 +321,44 @@ LILY_INLINE void multiply_records(const AnyRecord* records, int lane, int64_t fi
 // The same for fewer than M rows of inputs.
 template <int D, int N, int M, class AnyRecord>
 LILY_INLINE void multiply_fewer(const AnyRecord* records, int lane, int64_t first, int64_t count,
-                                int64_t groups, const float* const* x, int rows, float (*sums)[kPanelLanes]) {
+                                int64_t groups, const float* const* x, int rows, float (*sums)[kPanelLanes],
+                                int64_t ahead) {
     if constexpr (M > 1) {
-        if (rows == M - 1) return multiply_records<D, N, M - 1>(records, lane, first, count, groups, x, sums);
-        multiply_fewer<D, N, M - 1>(records, lane, first, count, groups, x, rows, sums);
+        if (rows == M - 1)
+            return multiply_records<D, N, M - 1>(records, lane, first, count, groups, x, sums, ahead);
+        multiply_fewer<D, N, M - 1>(records, lane, first, count, groups, x, rows, sums, ahead);
     }
 }
 
-// N vectors of rows, those that registers hold at a time, times M rows of inputs.
+// N vectors of rows, those that registers hold at a time, times M rows of inputs. The first of these ask
+// memory ahead for all.
 template <int D, int N, class AnyRecord>
 void multiply_rows(const AnyRecord* records, int64_t first, int64_t count, int64_t groups,
-                   const float* const* x, int M, float (*sums)[kPanelLanes]) {
+                   const float* const* x, int M, float (*sums)[kPanelLanes], int64_t ahead) {
     constexpr int kHeld = N < kHeldRows ? N : kHeldRows;
     constexpr int kTileRows = AnyRecord::template kInputRows<D>;
     for (int lane = 0; lane < N * kLanes; lane += kHeld * kLanes) {
         int m = 0;
         for (; m + kTileRows <= M; m += kTileRows)
-            multiply_records<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, sums + m);
-        multiply_fewer<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, M - m, sums + m);
+            multiply_records<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, sums + m,
+                                                  m == 0 ? ahead : 0);
+        multiply_fewer<D, kHeld, kTileRows>(records, lane, first, count, groups, x + m, M - m, sums + m,
+                                            m == 0 ? ahead : 0);
     }
 }
 
 // The same for the records of a panel, at most kPanelGroups.
 template <int D, int N, class Scale>
 LILY_INLINE void multiply_panel(const Record<Scale>* records, int64_t first, int64_t count, int64_t groups,
-                                const float* const* x, int M, float (*sums)[kPanelLanes]) {
+                                const float* const* x, int M, float (*sums)[kPanelLanes], int64_t ahead) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     if (M > kStreamRows) {
         alignas(64) WideRecord wide[kPanelGroups];
         for (int64_t g = 0; g < count; ++g) widen<N>(records[g], wide[g]);
-        return multiply_rows<D, N>(wide, first, count, groups, x, M, sums);
+        return multiply_rows<D, N>(wide, first, count, groups, x, M, sums, 0);
     }
 #endif
-    multiply_rows<D, N>(records, first, count, groups, x, M, sums);
+    multiply_rows<D, N>(records, first, count, groups, x, M, sums, ahead);
 }
 
 LILY_INLINE void put(const Output& out, int64_t at, int64_t rows, int M, const float (*sums)[kPanelLanes]) {
@@ -376,13 +381,14 @@ void digits_block(const Linear& w, const std::byte* panels, int64_t row, int64_t
     const bool packed = std::is_same_v<Type, Bf16> && panels && N == kPanelRows && row % kPanelLanes == 0;
     const auto* records = reinterpret_cast<const Panel*>(panels) + row / kPanelLanes * groups;
     if (packed && M <= kStreamRows) {
-        multiply_rows<D, N>(records, 0, groups, groups, x, M, sums);
+        multiply_rows<D, N>(records, 0, groups, groups, x, M, sums, kRecordsAhead);
     } else {
         for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
             const int count = static_cast<int>(groups - g0 < kPanelGroups ? groups - g0 : kPanelGroups);
             for (int n = 0; n < N && !packed; ++n)
                 take_groups<Type>(w, row + n * kLanes, end, g0, count, n * kLanes, panel);
-            multiply_panel<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums);
+            multiply_panel<D, N>(packed ? records + g0 : panel, g0, count, groups, x, M, sums,
+                                 packed ? kPanelGroups : 0);
         }
     }
     put(out, row - first, end - row < N * kLanes ? end - row : N * kLanes, M, sums);
