@@ -22,7 +22,7 @@ CHECKPOINTS = {
 
 
 # The code paths of another machine, which are run under emulation where this one has none of them.
-EMULATED = ("neoni8mm", "neoni8mm packed", "neondot", "neondot packed", "neon")
+EMULATED = ("neoni8mm", "neoni8mm packed", "neondot", "neon")
 
 
 @cache
