@@ -91,7 +91,7 @@ class Machine:
         self.parts = [(self.state, tokens)]
         self.inputs = {
             name: rng.standard_normal((self.rows, self.session._get(name, 1).shape[1])).astype(np.float32)
-            for name in ("x", "h", "router", "shared", "hidden")
+            for name in ("x", "h", "y", "z", "router", "shared", "hidden")
         }
 
     @property

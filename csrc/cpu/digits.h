@@ -32,7 +32,7 @@ constexpr int kHeldRows = kLanes == 16 ? 2 : kLanes == 8 ? 1 : 4;
 constexpr int kHeldSums = kLanes == 8 ? 9 : 24;
 constexpr int kStreamRows = 2;            // up to which products are as fast as memory gives weights
 constexpr int kStreamVectors = 2;         // of rows that are then multiplied together
-constexpr int kRecordsAhead = 4;          // that are asked for before they are used
+constexpr int kRecordsAhead = 24;         // that the second-level cache is asked for before they are used
 constexpr int64_t kGroupFloats = 3 * 16;  // an input group's digits, in floats
 
 // Of a row of inputs: per group the three digits of its 64 inputs, highest first; then the groups' scales;
@@ -214,7 +214,7 @@ LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int
 #pragma GCC unroll 2
         for (int word = first; word < first + kSumWords; ++word) {
             if (ahead)
-                for (int line = 0; line < 2; ++line) __builtin_prefetch(lines + (2 * word + line) * 64);
+                for (int line = 0; line < 2; ++line) __builtin_prefetch(lines + (2 * word + line) * 64, 0, 2);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half += twin::step(2)) {
                 Words weight[N];
@@ -233,7 +233,7 @@ LILY_INLINE void multiply_group(const Record<Scale>& record, int lane, const int
                 for (int p = 0; p < D; ++p) part[m][n][p] += widened(sums[m][n][p]);
     }
     if (ahead)
-        for (int line = 16; line < 18; ++line) __builtin_prefetch(lines + line * 64);
+        for (int line = 16; line < 18; ++line) __builtin_prefetch(lines + line * 64, 0, 2);
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
