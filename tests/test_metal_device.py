@@ -325,6 +325,7 @@ def threads():
 
 
 def test_memory_stays_resident_between_answers_for_a_while(framework):
+    greedy(framework.session(resident_seconds="0"), 1)  # starts what stays for the process
     gc.collect()
     before = threads()
     session = framework.session(resident_seconds="2")

@@ -364,7 +364,7 @@ class Space {
                 work_.wait(lock, [&] { return closes_ || used_ + resident_ > until; });
             } else if (work_.wait_for(lock, kBeat, [&] { return closes_; })) {
                 return;
-            } else if (Clock::now() - used_ >= kBeat) {
+            } else if (const auto idle = Clock::now() - used_; idle >= kBeat && idle < resident_) {
                 @autoreleasepool {
                     request();
                 }
