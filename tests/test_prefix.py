@@ -23,11 +23,13 @@ def model(request):
 
 
 def everywhere(name, values, slow):
-    """Parametrise over the backends and some values, of which those that are simulated get few at first."""
+    """Parametrise over the backends and some values, of which a slow backend gets few, among the long tests."""
+
+    def late(backend, n):
+        return backend == SLOW or (backend.startswith("sim") and n not in slow)
+
     cases = [
-        pytest.param(
-            backend, n, marks=pytest.mark.long if backend.startswith("sim") and n not in slow else ()
-        )
+        pytest.param(backend, n, marks=pytest.mark.long if late(backend, n) else ())
         for backend in backends()
         for n in (slow if backend == SLOW else values)
     ]
