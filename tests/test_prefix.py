@@ -23,7 +23,7 @@ def model(request):
 
 
 def everywhere(name, values, slow):
-    """Parametrise over the backends and some values, of which a slow backend gets few, among the long tests."""
+    """Parametrise over the backends and some values, of which a slow backend gets few, and late."""
 
     def late(backend, n):
         return backend == SLOW or (backend.startswith("sim") and n not in slow)
