@@ -23,8 +23,7 @@
 #include "cpu/threads.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "cpu/amx.h"
 #endif
 
 namespace lily {
@@ -102,16 +101,8 @@ double vectors(Threads& threads) {
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 double tiles(Threads& threads) {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl, in Linux' asm/prctl.h
-    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0)
+    if (!may_use_tiles())
         throw std::runtime_error("tiles: wanted the system's permission to use AMX, got none");
-    struct alignas(64) Shape {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static constexpr Shape kShape = {
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     alignas(64) std::array<uint16_t, 4 * 512> numbers;  // four tiles (16, 32) of bfloat16
     std::minstd_rand random(1);
     std::normal_distribution<float> number;
@@ -123,7 +114,8 @@ double tiles(Threads& threads) {
     }
     constexpr double kEach = 2.0 * kRounds * 4 * 16 * 16 * 32;
     return best(threads, threads.count() * kTasks, kEach, [&](int64_t, int) {
-        asm volatile("ldtilecfg %0" ::"m"(kShape));
+        const Tiles in_use;
+        before_loads();
         _tile_loadd(4, numbers.data(), 64);
         _tile_loadd(5, numbers.data() + 512, 64);
         _tile_loadd(6, numbers.data() + 1024, 64);
@@ -140,7 +132,6 @@ double tiles(Threads& threads) {
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
-        asm volatile("tilerelease");
     });
 }
 #else

@@ -1,7 +1,4 @@
 // The kernels of prompts compiled for AMX; a row or few go through those of kernels_avx512vnni.cpp.
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "cpu/flash.h"
 
 namespace lily {
@@ -10,10 +7,8 @@ const Kernels kKernelsAmxPrompt = LILY_KERNEL_TABLE("amx", arrange_tiles, produc
                                                     product_tiles, packs, pack, flash_begin, flash_page);
 
 bool has_amx() {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl, in Linux' asm/prctl.h
     static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                                __builtin_cpu_supports("avx512bf16") &&
-                                syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+                                __builtin_cpu_supports("avx512bf16") && may_use_tiles();
     return granted;
 }
 

@@ -11,6 +11,7 @@
 
 #include <array>
 
+#include "cpu/amx.h"
 #include "cpu/digits.h"
 
 namespace lily {
@@ -27,31 +28,6 @@ constexpr int kBlocks = kTileRows / kTile;  // blocks of inputs that a call mult
 
 constexpr int64_t chunks_of(int64_t columns) {
     return tiled_columns(columns) / kChunk;
-}
-
-// Makes the eight tiles 16 rows of 64 bytes while it lives.
-class Tiles {
-   public:
-    Tiles() {
-        // gcc 12's _tile_loadconfig says that it reads 8 bytes of these 64, and drops what would write the
-        // rest.
-        asm volatile("ldtilecfg %0" ::"m"(kShape));
-    }
-    ~Tiles() { asm volatile("tilerelease"); }
-
-   private:
-    struct alignas(64) Shape {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static constexpr Shape kShape = {
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-};
-
-// gcc 12's _tile_loadd does not say that it reads memory: what is written there stays before this.
-LILY_INLINE void before_loads() {
-    asm volatile("" ::: "memory");
 }
 
 LILY_INLINE __m512i bf16_pair(Floats low, Floats high) {
